@@ -1,0 +1,60 @@
+"""``python -m rollout_server --model PATH_OR_NAME``: serve rollouts until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import NoReturn
+
+import uvicorn
+from pydantic import ValidationError
+
+from rollout_server.app import create_app
+from rollout_server.settings import ServerSettings, settings_from_args
+
+log = logging.getLogger("tito.server")
+
+
+def main() -> None:
+    """Entry point of the console script; exits non-zero with two lines when it cannot serve."""
+    settings = _settings()
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    failures: list[Exception] = []
+
+    def give_up(error: Exception) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    app = create_app(settings, on_startup_failure=give_up)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level=settings.log_level, access_log=False
+    )
+    server = uvicorn.Server(config)
+    server.run()
+    if failures:
+        log.debug("startup failed", exc_info=failures[0])
+        _die(f"the engine did not start: {failures[0]}", "the engine's own log is above")
+
+
+def _settings() -> ServerSettings:
+    try:
+        return settings_from_args(sys.argv[1:])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        flag = "--" + "-".join(map(str, first["loc"])).replace("_", "-")
+        got = "" if first["type"] == "missing" else f": got {first['input']!r}"
+        _die(f"{flag}{got}: {first['msg']}", "see rollout-server --help")
+    except (FileNotFoundError, ValueError) as error:
+        _die(str(error), "see rollout-server --help")
+
+
+def _die(what: str, hint: str) -> NoReturn:
+    sys.exit(f"rollout-server: {what}\n  {hint}")
+
+
+if __name__ == "__main__":
+    main()

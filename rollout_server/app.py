@@ -1,0 +1,116 @@
+"""The FastAPI application: wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_server.engine import Engine, VLLMEngine
+from rollout_server.http import ClientGone, error_answer
+from rollout_server.metrics import Metrics
+from rollout_server.routes import reload, rollout, status
+from rollout_server.service import Startup
+from rollout_server.settings import ServerSettings
+from shared.errors import EngineFailure, InvalidRequest, NotFound, TitoError
+
+log = logging.getLogger("tito.server")
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(
+    settings: ServerSettings,
+    *,
+    build_engine: Callable[[ServerSettings], Engine] = VLLMEngine,
+    on_startup_failure: Callable[[Exception], None] | None = None,
+) -> FastAPI:
+    """The application; it answers at once and becomes ready when the engine is.
+
+    Args:
+        settings: of the server.
+        build_engine: makes the engine, in a thread.
+        on_startup_failure: told why the engine did not come up.
+    """
+    metrics = Metrics()
+    startup = Startup(settings, build_engine, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.create_task(_start(startup, on_startup_failure))
+        yield
+        await starting
+        startup.close()
+
+    app = FastAPI(title="Tito rollout server", version="1", lifespan=lifespan)
+    app.state.startup = startup
+    app.state.metrics = metrics
+    app.add_middleware(_RequestMetrics, metrics=metrics)
+    for module in (rollout, reload, status):
+        app.include_router(module.router)
+    _add_error_handlers(app)
+    return app
+
+
+async def _start(startup: Startup, on_failure: Callable[[Exception], None] | None) -> None:
+    try:
+        await startup.run()
+    except Exception as error:
+        if on_failure is None:
+            raise
+        on_failure(error)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(TitoError)
+    async def ours(request: Request, error: TitoError) -> Response:
+        return error_answer(request, error)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> Response:
+        kind = NotFound if error.status_code == NotFound.status else InvalidRequest
+        answer = error_answer(request, kind(f"{request.method} {request.url.path}: {error.detail}"))
+        answer.status_code = error.status_code
+        return answer
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        log.exception("unexpected error in %s", request.url.path, exc_info=error)
+        return error_answer(request, EngineFailure(f"unexpected {type(error).__name__}: {error}"))
+
+
+class _RequestMetrics:
+    """ASGI middleware that counts and times requests by route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                await self._app(scope, receive, watch)
+            finally:
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.requests.labels(route, status).inc()
+                self._metrics.request_seconds.labels(route).observe(time.perf_counter() - start)

@@ -1,0 +1,207 @@
+"""The inference engine behind one small protocol, and vLLM as its implementation.
+
+Nothing outside this module and ``worker_plugin.py`` imports vllm. The engine knows token ids and
+integer versions; prompts, text, digests and HTTP are other modules' business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout_server.settings import ServerSettings
+from shared.errors import EngineFailure, EngineUnavailable
+from shared.protocol import FinishReason, SamplingSettings
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` were sampled by weights ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled sequence as the engine produced it.
+
+    Attributes:
+        token_ids: ``[completion_len]``, stop token included when the model produced one.
+        logprobs: ``[completion_len]`` of the sampled distribution; one for each token.
+        finish_reason: why it ended.
+        spans: which weights sampled which tokens; empty when there are no tokens.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+
+
+class Engine(Protocol):
+    """What the service needs of an inference engine."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this are meaningful to the model."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can no longer generate, or None while it can."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int
+    ) -> list[Completion]:
+        """Sample n completions of one prompt; cancelling the call cancels the work."""
+        ...
+
+    async def pause(self) -> None:
+        """Freeze what is in flight and forget every cached key and value."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on; frozen samples recompute their caches under the weights that are loaded now."""
+        ...
+
+    async def load(self, paths: Sequence[Path]) -> None:
+        """Write a complete checkpoint into every worker. Only while paused."""
+        ...
+
+    async def stamp(self, version: int) -> None:
+        """Label tokens sampled from now on. Only while paused, after a load."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        ...
+
+
+class VLLMEngine:
+    """vLLM's AsyncLLM, embedded. Construction loads the model and takes tens of seconds."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm: AsyncLLM = AsyncLLM.from_engine_args(_engine_args(settings))
+        self._ids = itertools.count()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def failure(self) -> str | None:
+        return str(self._llm.dead_error) if self._llm.errored else None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int
+    ) -> list[Completion]:
+        from vllm import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
+        request_id = f"group-{next(self._ids)}"
+        try:
+            async for output in self._llm.generate(prompt, _params(sampling, n), request_id):
+                return [_completion(completion) for completion in output.outputs]
+        except EngineDeadError as error:
+            raise EngineUnavailable(f"the engine died: {error}") from error
+        except EngineGenerateError as error:
+            raise EngineFailure(f"the engine failed on a prompt: {error.__cause__}") from error
+        raise EngineFailure("the engine ended a request without an answer")
+
+    async def pause(self) -> None:
+        # Without clear_cache, keys and values of the old weights would serve the new ones.
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def load(self, paths: Sequence[Path]) -> None:
+        await self._llm.collective_rpc(
+            "tito_load_weights", kwargs={"paths": [str(path) for path in paths]}
+        )
+
+    async def stamp(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+
+def _engine_args(settings: ServerSettings) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    kv_cache_gib = settings.kv_cache_gib or (1.0 if on_cpu else None)
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        load_format=settings.load_format,
+        gpu_memory_utilization=settings.memory_share,
+        kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * (1 << 30)),
+        max_num_seqs=settings.max_num_seqs,
+        tensor_parallel_size=settings.tensor_parallel,
+        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enable_sleep_mode=settings.sleep_mode and not on_cpu,
+        seed=settings.seed,
+        # Law 3: what is returned is the log-probability under the distribution sampled from.
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="rollout_server.worker_plugin.WeightLoader",
+        disable_log_stats=True,
+    )
+
+
+def _params(sampling: SamplingSettings, n: int) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is decoded once, by us; the engine needs it only to look for stop strings.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    from vllm.logprobs import FlatLogprobs
+
+    # With logprobs=0 vLLM gives the sampled token alone, so the flat list is one per token.
+    assert isinstance(output.logprobs, FlatLogprobs)
+    assert len(output.logprobs.logprobs) == len(output.token_ids)
+    reason: FinishReason = {"stop": "stop", "length": "length"}.get(  # type: ignore[assignment]
+        output.finish_reason or "", "abort"
+    )
+    spans = tuple(
+        VersionSpan(int(span.version), span.start, span.end)
+        for span in output.weight_versions or ()
+    )
+    return Completion(output.token_ids, output.logprobs.logprobs, reason, spans)

@@ -1,0 +1,111 @@
+"""Bodies and answers: limits, media types, and errors that name the field and what is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+
+from shared.codec import decode, encode, media_type
+from shared.errors import BodyTooLarge, InvalidRequest, Problem, TitoError
+from shared.protocol import JSON, MSGPACK
+
+_PROBLEMS_SHOWN = 20
+_SHOWN_CHARS = 80
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The caller closed the connection; there is nobody to answer."""
+
+
+async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
+    """Read, decode and validate a msgpack or JSON body, off the event loop.
+
+    Raises:
+        BodyTooLarge, MalformedBody, UnsupportedMediaType, InvalidRequest: see each.
+    """
+    content_type = media_type(request.headers.get("content-type", ""))
+    body = await _read_body(request, max_bytes)
+    return await asyncio.to_thread(_parse, body, content_type, model)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise BodyTooLarge(f"the body exceeds {max_bytes} bytes; send fewer prompts at once")
+    return bytes(body)
+
+
+def _parse(body: bytes, content_type: str, model: type[M]) -> M:
+    document = decode(body, content_type)
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems = [_problem(item, model) for item in found[:_PROBLEMS_SHOWN]]
+        raise InvalidRequest(
+            f"{len(found)} problem{'s' * (len(found) > 1)} with the request", problems=problems
+        ) from None
+
+
+def _problem(error: Any, model: type[BaseModel]) -> Problem:
+    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
+    match error["type"]:
+        case "extra_forbidden":
+            return Problem(where, "an unknown field", ", ".join(model.model_fields))
+        case "missing":
+            return Problem(where, "nothing", "a value; the field is required")
+    got = repr(error["input"])
+    shown = got if len(got) <= _SHOWN_CHARS else f"{got[:_SHOWN_CHARS]}..."
+    return Problem(where or "body", shown, error["msg"].removeprefix("Input should be "))
+
+
+def answer_type(request: Request, default: str = JSON) -> str:
+    """Media type of the answer: what Accept names, msgpack before JSON, or else the default."""
+    accepted = [media_type(part) for part in request.headers.get("accept", "").split(",")]
+    return next((known for known in (MSGPACK, JSON) if known in accepted), default)
+
+
+def answer(request: Request, document: Any, status: int = 200) -> Response:
+    """Encode a document as the caller asked; JSON if nothing was asked, for people with curl."""
+    content_type = answer_type(request)
+    return Response(encode(document, content_type), status, media_type=content_type)
+
+
+def error_answer(request: Request, error: TitoError) -> Response:
+    """The answer that an exception of ours becomes."""
+    response = answer(request, error.to_wire(), error.status)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(max(1, round(error.retry_after)))
+    return response
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, but cancel it as soon as the caller hangs up.
+
+    Raises:
+        ClientGone: the caller hung up first.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,70 @@
+"""Prometheus metrics of the service. Each application has its own registry."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from shared.protocol import ReloadResult, Rollout
+
+_ROLLOUT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_RELOAD_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters, gauges and histograms; names carry their units."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "tito_requests", "Requests answered.", ["route", "status"], registry=self._registry
+        )
+        self.request_seconds = Histogram(
+            "tito_request_seconds",
+            "Time from a request's first byte to its answer's last.",
+            ["route"],
+            buckets=_ROLLOUT_SECONDS,
+            registry=self._registry,
+        )
+        self.in_flight = Gauge(
+            "tito_requests_in_flight", "Requests being worked on.", registry=self._registry
+        )
+        self.ready = Gauge(
+            "tito_ready", "1 while the engine can generate.", registry=self._registry
+        )
+        self._samples = Counter(
+            "tito_samples", "Samples returned.", ["finish_reason"], registry=self._registry
+        )
+        self._tokens = Counter(
+            "tito_tokens", "Tokens of prompts and completions.", ["kind"], registry=self._registry
+        )
+        self._version = Gauge(
+            "tito_policy_version", "Live version.", ["policy"], registry=self._registry
+        )
+        self._reload_seconds = Histogram(
+            "tito_reload_seconds",
+            "Time that each stage of a successful publish took.",
+            ["stage"],
+            buckets=_RELOAD_SECONDS,
+            registry=self._registry,
+        )
+
+    def observe_rollout(self, rollout: Rollout) -> None:
+        """Count a finished rollout's samples and tokens."""
+        self._tokens.labels("prompt").inc(sum(len(group.prompt_ids) for group in rollout.groups))
+        for sample in rollout.samples:
+            self._samples.labels(sample.finish_reason).inc()
+            self._tokens.labels("completion").inc(len(sample.completion_ids))
+
+    def observe_version(self, policy: str, version: int) -> None:
+        """Record which version is live."""
+        self._version.labels(policy).set(version)
+
+    def observe_reload(self, policy: str, result: ReloadResult) -> None:
+        """Record a successful publish."""
+        self.observe_version(policy, result.version)
+        for stage, seconds in result.timings.items():
+            self._reload_seconds.labels(stage).observe(seconds)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)

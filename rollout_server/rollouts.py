@@ -1,0 +1,149 @@
+"""Rollouts: prompts in, groups of samples out, each labelled with the policy that made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from rollout_server.engine import Completion, Engine
+from rollout_server.policies import Policy
+from rollout_server.prompts import PromptEncoder
+from shared.errors import InvalidRequest, Problem
+from shared.protocol import (
+    Group,
+    IdArray,
+    Purpose,
+    Rollout,
+    RolloutRequest,
+    Sample,
+    SamplingSettings,
+    Span,
+)
+
+# What would make the sampler's distribution differ from the one that the trainer computes (law 3).
+_TRAINING_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x > 0, "above 0: a group of equal answers has no gradient"),
+    "top_p": (lambda x: x == 1, "1.0: the trainer sees the whole distribution"),
+    "top_k": (lambda x: x == 0, "0: the trainer sees the whole distribution"),
+    "min_p": (lambda x: x == 0, "0.0: the trainer sees the whole distribution"),
+    "presence_penalty": (lambda x: x == 0, "0.0: the trainer applies no penalties"),
+    "frequency_penalty": (lambda x: x == 0, "0.0: the trainer applies no penalties"),
+    "repetition_penalty": (lambda x: x == 1, "1.0: the trainer applies no penalties"),
+}
+
+
+class RolloutService:
+    """Runs rollouts on the engine.
+
+    Args:
+        engine: samples token ids.
+        encoder: renders prompts and decodes completions.
+        policy: names the weights that are live.
+        model: name echoed in answers.
+        max_model_len: context in tokens.
+        max_samples: samples that one request may ask for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: PromptEncoder,
+        policy: Policy,
+        *,
+        model: str,
+        max_model_len: int,
+        max_samples: int,
+    ) -> None:
+        self._engine = engine
+        self._encoder = encoder
+        self._policy = policy
+        self._model = model
+        self._max_model_len = max_model_len
+        self._max_samples = max_samples
+
+    async def rollout(self, request: RolloutRequest) -> Rollout:
+        """Sample every prompt; all of it or nothing.
+
+        Raises:
+            InvalidRequest: a setting or a prompt cannot be used; nothing was run.
+            EngineUnavailable, EngineFailure: the engine could not finish; the rest was cancelled.
+        """
+        self._check(request)
+        prompts = await asyncio.to_thread(
+            self._encoder.encode, request.prompts, request.chat_template_kwargs
+        )
+        sampling = request.sampling()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._group(index, ids, sampling, request))
+                    for index, ids in enumerate(prompts)
+                ]
+        except ExceptionGroup as failures:
+            # The first failure cancelled the others, so it is the one to tell of.
+            raise failures.exceptions[0] from None
+        return Rollout(
+            model=self._model,
+            tokenizer=self._encoder.fingerprint,
+            policy=self._policy.name,
+            sampling=sampling.model_dump() | {"purpose": request.purpose.value},
+            groups=tuple(task.result() for task in running),
+        )
+
+    def _check(self, request: RolloutRequest) -> None:
+        problems = _training_problems(request) if request.purpose is Purpose.TRAIN else []
+        if request.max_tokens >= self._max_model_len:
+            allowed = f"1 to {self._max_model_len - 1}, the context less one prompt token"
+            problems.append(Problem("max_tokens", str(request.max_tokens), allowed))
+        samples = len(request.prompts) * request.group_size
+        if samples > self._max_samples:
+            got = f"{len(request.prompts)} prompts x {request.group_size} = {samples} samples"
+            problems.append(Problem("group_size", got, f"{self._max_samples} samples a request"))
+        if problems:
+            raise InvalidRequest("the request cannot be run", problems=problems)
+
+    async def _group(
+        self, group_id: int, ids: list[int], sampling: SamplingSettings, request: RolloutRequest
+    ) -> Group:
+        completions = await self._engine.generate(ids, sampling, request.group_size)
+        texts: list[str] | list[None] = [None] * len(completions)
+        if request.text:
+            token_ids = [completion.token_ids for completion in completions]
+            texts = await asyncio.to_thread(self._encoder.decode, token_ids)
+        prompt_ids = np.array(ids, np.int32)
+        samples = tuple(
+            self._sample(group_id, prompt_ids, completion, text)
+            for completion, text in zip(completions, texts, strict=True)
+        )
+        return Group(group_id, prompt_ids, samples)
+
+    def _sample(
+        self, group_id: int, prompt_ids: IdArray, completion: Completion, text: str | None
+    ) -> Sample:
+        digests = self._policy.digests
+        spans = tuple(
+            Span(span.version, digests[span.version], span.start, span.end)
+            for span in completion.spans
+        )
+        version = spans[0].version if spans else self._policy.version
+        return Sample(
+            group_id=group_id,
+            prompt_ids=prompt_ids,
+            completion_ids=np.array(completion.token_ids, np.int32),
+            logprobs=np.array(completion.logprobs, np.float32),
+            finish_reason=completion.finish_reason,
+            version=version,
+            digest=digests[version],
+            spans=spans or (Span(version, digests[version], 0, 0),),
+            text=text,
+        )
+
+
+def _training_problems(request: RolloutRequest) -> list[Problem]:
+    return [
+        Problem(name, str(value), f'{allowed} (or purpose "eval")')
+        for name, (accepts, allowed) in _TRAINING_RULES.items()
+        if not accepts(value := getattr(request, name))
+    ]

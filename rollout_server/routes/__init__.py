@@ -1,0 +1,1 @@
+"""One file per resource. A route parses, calls one function and encodes."""

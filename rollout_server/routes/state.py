@@ -1,0 +1,20 @@
+"""How a route reaches what the application was made of."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from fastapi import Request
+
+from rollout_server.metrics import Metrics
+from rollout_server.service import Startup
+
+
+def startup_of(request: Request) -> Startup:
+    """The service, or what will become it."""
+    return cast(Startup, request.app.state.startup)
+
+
+def metrics_of(request: Request) -> Metrics:
+    """The application's metrics."""
+    return cast(Metrics, request.app.state.metrics)

@@ -1,0 +1,146 @@
+"""All settings of the server, in one typed object.
+
+Each field can be given as a flag (``--max-model-len 2048``), an environment variable
+(``TITO_MAX_MODEL_LEN=2048``) or a line of a TOML file named by ``--config``. Flags win over the
+environment, the environment over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+
+def _default_staging_dir() -> Path:
+    """Shared memory where there is some: staged weights are then read at memory speed."""
+    shm = Path("/dev/shm")
+    return (shm if shm.is_dir() else Path(tempfile.gettempdir())) / "tito-staging"
+
+
+def _setting(default: Any, group: str, help: str, **constraints: Any) -> Any:
+    return Field(default, description=help, json_schema_extra={"group": group}, **constraints)
+
+
+class ServerSettings(BaseSettings):
+    """See ``python -m rollout_server --help`` for the same, grouped."""
+
+    model_config = SettingsConfigDict(env_prefix="TITO_", extra="forbid", frozen=True)
+    config_file: ClassVar[Path | None] = None
+
+    model: str = _setting(..., "Model", "Hugging Face name, or path of a model directory.")
+    dtype: Literal["bfloat16", "float16", "float32"] = _setting(
+        "bfloat16", "Model", "Number format of weights and activations."
+    )
+    max_model_len: int = _setting(1024, "Model", "Context: prompt and completion tokens.", ge=2)
+    load_format: Literal["auto", "dummy"] = _setting(
+        "auto", "Model", "'dummy' starts with random weights, for measurements."
+    )
+
+    memory_share: float = _setting(
+        0.3, "Engine", "Share of the GPU's memory that the engine may take.", gt=0.0, le=1.0
+    )
+    kv_cache_gib: float | None = _setting(
+        None, "Engine", "KV cache size instead of what memory-share leaves; 1 on CPU.", gt=0.0
+    )
+    max_num_seqs: int = _setting(256, "Engine", "Sequences the engine runs at once.", ge=1)
+    sleep_mode: bool = _setting(
+        True, "Engine", "Let the GPU's memory be handed back while training (not on CPU)."
+    )
+    eager: bool | None = _setting(
+        None, "Engine", "No compilation or CUDA graphs; on by default on CPU only."
+    )
+    tensor_parallel: int = _setting(1, "Engine", "GPUs that share one copy of the model.", ge=1)
+    seed: int = _setting(0, "Engine", "Seed of the engine's sampler.")
+
+    host: str = _setting("127.0.0.1", "Network", "Address to listen on; 0.0.0.0 for all.")
+    port: int = _setting(8300, "Network", "Port to listen on.", ge=1, le=65535)
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "Network", "Least severe messages shown."
+    )
+
+    max_body_mib: int = _setting(64, "Limits", "Largest /rollout request body.", ge=1)
+    max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
+    max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)
+
+    staging_dir: Path = _setting(
+        _default_staging_dir(), "Weights", "Where uploaded checkpoints wait for their load."
+    )
+    reload_dirs: list[Path] = _setting(
+        [], "Weights", "Directories from which /reload may read a path (repeatable)."
+    )
+
+    @field_validator("reload_dirs")
+    @classmethod
+    def _resolve(cls, paths: list[Path]) -> list[Path]:
+        return [path.resolve() for path in paths]
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mib << 20
+
+    @property
+    def max_upload_bytes(self) -> int:
+        return int(self.max_upload_gib * (1 << 30))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the library's signature
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml = TomlConfigSettingsSource(settings_cls, cls.config_file)
+        return init_settings, env_settings, toml
+
+
+def settings_from_args(argv: Sequence[str]) -> ServerSettings:
+    """Settings from flags, environment and file.
+
+    Raises:
+        pydantic.ValidationError: a value is missing or not allowed.
+        FileNotFoundError: the file named by ``--config`` is not there.
+    """
+    given = vars(_parser().parse_args(argv))
+    config = given.pop("config", None)
+    if config is not None and not config.is_file():
+        raise FileNotFoundError(f"--config {config}: no such file")
+    source = type("ServerSettings", (ServerSettings,), {"config_file": config})
+    settings: ServerSettings = source(**given)
+    return settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollout-server",
+        description="Serve rollouts of a language model, as token ids, from an embedded vLLM.",
+        epilog="Every flag can also be TITO_<FLAG> in the environment, or a line of the file.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", type=Path, help="TOML file with any of these settings.")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in ServerSettings.model_fields.items():
+        extra = field.json_schema_extra
+        title = str(extra["group"]) if isinstance(extra, dict) else ""
+        group = groups.setdefault(title, parser.add_argument_group(title))
+        shown = "required" if field.is_required() else f"default: {field.default}"
+        flag, help_text = f"--{name.replace('_', '-')}", f"{field.description} ({shown})"
+        if field.annotation in (bool, bool | None):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)
+        elif field.annotation == list[Path]:
+            group.add_argument(flag, action="append", metavar="DIR", help=help_text)
+        else:
+            group.add_argument(flag, metavar="VALUE", help=help_text)
+    return parser

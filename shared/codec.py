@@ -1,0 +1,173 @@
+"""Bytes <-> documents: msgpack with plain or packed arrays, and JSON.
+
+Decoding treats its input as hostile: no extension types, string keys only, bounded sizes and
+nesting, and one exception, :class:`~shared.errors.MalformedBody`, whatever was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import orjson
+
+from shared.errors import MalformedBody, UnsupportedMediaType
+from shared.protocol import (
+    JSON,
+    MSGPACK,
+    FinishReason,
+    Group,
+    IdArray,
+    LogprobArray,
+    Rollout,
+    Sample,
+    Span,
+)
+
+_IDS = np.dtype("<i4")
+_LOGPROBS = np.dtype("<f4")
+
+
+def media_type(header: str) -> str:
+    """The bare media type of a Content-Type or Accept header, lower-cased."""
+    return header.partition(";")[0].strip().lower()
+
+
+def encode(document: Any, content_type: str) -> bytes:
+    """Serialise plain data. JSON has no word for NaN and infinity: they become ``null``."""
+    if content_type == MSGPACK:
+        return bytes(msgpack.packb(document))
+    return orjson.dumps(document)
+
+
+def decode(body: bytes, content_type: str) -> Any:
+    """Parse a body that claims to be ``content_type``.
+
+    Raises:
+        MalformedBody: the bytes are not one complete document of that type.
+        UnsupportedMediaType: neither msgpack nor JSON.
+    """
+    try:
+        if content_type == MSGPACK:
+            return msgpack.unpackb(body, ext_hook=_refuse_extension)
+        if content_type == JSON:
+            return orjson.loads(body)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__  # msgpack's have no message
+        raise MalformedBody(f"the body is not valid {content_type}: {reason}") from None
+    raise UnsupportedMediaType(
+        f"Content-Type {content_type or '(none)'!r} is not understood; send {MSGPACK} or {JSON}"
+    )
+
+
+def _refuse_extension(code: int, _: bytes) -> Any:
+    raise ValueError(f"extension type {code} is not allowed")
+
+
+def pack_ids(ids: Sequence[int] | IdArray, packed: bool) -> bytes | list[int]:
+    """Token ids as little-endian int32 bytes, or as a list."""
+    array = np.asarray(ids, dtype=_IDS)
+    return array.tobytes() if packed else array.tolist()
+
+
+def pack_logprobs(logprobs: Sequence[float] | LogprobArray, packed: bool) -> bytes | list[float]:
+    """Log-probabilities as little-endian float32 bytes, or as a list."""
+    array = np.asarray(logprobs, dtype=_LOGPROBS)
+    return array.tobytes() if packed else array.tolist()
+
+
+def unpack_ids(value: bytes | list[int]) -> IdArray:
+    """int32 array; a read-only view of the received bytes when they were packed."""
+    return np.frombuffer(value, _IDS) if isinstance(value, bytes) else np.array(value, _IDS)
+
+
+def unpack_logprobs(value: bytes | list[float]) -> LogprobArray:
+    """float32 array; a read-only view of the received bytes when they were packed."""
+    if isinstance(value, bytes):
+        return np.frombuffer(value, _LOGPROBS)
+    return np.array(value, _LOGPROBS)
+
+
+def rollout_from_wire(document: dict[str, Any]) -> Rollout:
+    """Typed form of a ``/rollout`` answer, plain or packed.
+
+    Raises:
+        MalformedBody: a field is missing or has the wrong form.
+    """
+    try:
+        groups = tuple(group_from_wire(group) for group in document["groups"])
+        return Rollout(
+            model=document["model"],
+            tokenizer=document["tokenizer"],
+            policy=document["policy"],
+            sampling=document["sampling"],
+            groups=groups,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedBody(f"not a rollout answer: {error!r}") from error
+
+
+def group_from_wire(document: dict[str, Any]) -> Group:
+    """Typed form of one group."""
+    group_id, prompt_ids = document["group_id"], unpack_ids(document["prompt_ids"])
+    samples = tuple(_sample_from_wire(s, group_id, prompt_ids) for s in document["samples"])
+    return Group(group_id, prompt_ids, samples)
+
+
+def _sample_from_wire(document: dict[str, Any], group_id: int, prompt_ids: IdArray) -> Sample:
+    completion_ids = unpack_ids(document["completion_ids"])
+    finish_reason: FinishReason = document["finish_reason"]
+    version, digest = document["version"], document["digest"]
+    whole = [{"version": version, "digest": digest, "start": 0, "end": len(completion_ids)}]
+    return Sample(
+        group_id=group_id,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=unpack_logprobs(document["logprobs"]),
+        finish_reason=finish_reason,
+        version=version,
+        digest=digest,
+        spans=tuple(Span(**span) for span in document.get("spans", whole)),
+        text=document.get("text"),
+    )
+
+
+def group_to_wire(group: Group, *, packed: bool) -> dict[str, Any]:
+    """Plain data for one group; the inverse of :func:`group_from_wire`."""
+    return {
+        "group_id": group.group_id,
+        "prompt_ids": pack_ids(group.prompt_ids, packed),
+        "samples": [_sample_to_wire(sample, packed) for sample in group.samples],
+    }
+
+
+def _sample_to_wire(sample: Sample, packed: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "completion_ids": pack_ids(sample.completion_ids, packed),
+        "logprobs": pack_logprobs(sample.logprobs, packed),
+        "finish_reason": sample.finish_reason,
+        "version": sample.version,
+        "digest": sample.digest,
+    }
+    # One span says nothing that version and digest do not, so it stays off the wire.
+    if len(sample.spans) > 1:
+        document["spans"] = [
+            {"version": s.version, "digest": s.digest, "start": s.start, "end": s.end}
+            for s in sample.spans
+        ]
+    if sample.text is not None:
+        document["text"] = sample.text
+    return document
+
+
+def rollout_to_wire(rollout: Rollout, *, packed: bool) -> dict[str, Any]:
+    """Plain data for a ``/rollout`` answer; the inverse of :func:`rollout_from_wire`."""
+    return {
+        "model": rollout.model,
+        "tokenizer": rollout.tokenizer,
+        "policy": rollout.policy,
+        "sampling": rollout.sampling,
+        "groups": [group_to_wire(group, packed=packed) for group in rollout.groups],
+    }

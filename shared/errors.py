@@ -1,0 +1,166 @@
+"""One exception tree for both sides of the wire.
+
+    TitoError
+    |-- InvalidRequest          422  a field is wrong; ``problems`` says which and what is allowed
+    |-- MalformedBody           400  the body is not the msgpack, JSON or safetensors it says it is
+    |-- Unauthorized            401  no bearer token, or one that nobody was given
+    |-- Forbidden               403  the token lacks the scope, or the path is outside those allowed
+    |-- NotFound                404  no such policy or route
+    |-- Conflict                409  somebody else is writing, or the base is not the live version
+    |-- PreconditionFailed      412  the live policy is not the one asked for
+    |-- BodyTooLarge            413
+    |-- UnsupportedMediaType    415
+    |-- WeightsRejected         422  a checkpoint failed verification; the live policy is untouched
+    |-- Overloaded              429  retry after ``retry_after`` seconds
+    |-- EngineFailure           500  the engine failed while it worked on this request
+    |-- EngineUnavailable       503  the engine cannot generate now; ``retry_after`` may say when
+    `-- ServerUnreachable       (client only) no answer came, or one that is not Tito's
+
+The server raises these and turns them into ``{"error": {...}}`` with the status code; the client
+reads that document and raises the same class. ``str(error)`` is what a person should read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a request.
+
+    Attributes:
+        where: path of the field, e.g. ``prompts[3].ids[17]`` or a tensor's name.
+        got: the offending value, shortened for display.
+        allowed: what would have been accepted.
+    """
+
+    where: str
+    got: str
+    allowed: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: got {self.got}; allowed: {self.allowed}"
+
+
+class TitoError(Exception):
+    """Base of everything that Tito raises on purpose."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        problems: Sequence[Problem] = (),
+        retry_after: float | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.problems = tuple(problems)
+        self.retry_after = retry_after
+        self.details = details or {}
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.message, *map(str, self.problems)])
+
+    def to_wire(self) -> dict[str, Any]:
+        """The document sent as the body of an error answer."""
+        error: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.problems:
+            error["problems"] = [asdict(problem) for problem in self.problems]
+        if self.retry_after is not None:
+            error["retry_after"] = self.retry_after
+        if self.details:
+            error["details"] = self.details
+        return {"error": error}
+
+
+class InvalidRequest(TitoError):
+    code, status = "invalid_request", 422
+
+
+class MalformedBody(TitoError):
+    code, status = "malformed_body", 400
+
+
+class Unauthorized(TitoError):
+    code, status = "unauthorized", 401
+
+
+class Forbidden(TitoError):
+    code, status = "forbidden", 403
+
+
+class NotFound(TitoError):
+    code, status = "not_found", 404
+
+
+class Conflict(TitoError):
+    code, status = "conflict", 409
+
+
+class PreconditionFailed(TitoError):
+    code, status = "precondition_failed", 412
+
+
+class BodyTooLarge(TitoError):
+    code, status = "body_too_large", 413
+
+
+class UnsupportedMediaType(TitoError):
+    code, status = "unsupported_media_type", 415
+
+
+class WeightsRejected(TitoError):
+    code, status = "weights_rejected", 422
+
+
+class Overloaded(TitoError):
+    code, status = "overloaded", 429
+
+
+class EngineFailure(TitoError):
+    code, status = "engine_failure", 500
+
+
+class EngineUnavailable(TitoError):
+    code, status = "engine_unavailable", 503
+
+
+class ServerUnreachable(TitoError):
+    """Client only: the connection failed, or what answered does not speak this protocol."""
+
+    code = "server_unreachable"
+
+
+_BY_CODE: dict[str, type[TitoError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidRequest, MalformedBody, Unauthorized, Forbidden, NotFound, Conflict,
+        PreconditionFailed, BodyTooLarge, UnsupportedMediaType, WeightsRejected, Overloaded,
+        EngineFailure, EngineUnavailable,
+    )
+}  # fmt: skip
+
+
+def from_wire(document: Any, *, status: int) -> TitoError:
+    """The exception that an error answer stands for.
+
+    Args:
+        document: the decoded body; anything at all, since a proxy may have written it.
+        status: the HTTP status, named when the document is not Tito's.
+    """
+    match document:
+        case {"error": {"code": str(code), "message": str(message)} as error}:
+            return _BY_CODE.get(code, TitoError)(
+                message,
+                problems=[Problem(**problem) for problem in error.get("problems", [])],
+                retry_after=error.get("retry_after"),
+                details=error.get("details"),
+            )
+    return ServerUnreachable(f"HTTP {status}, and the body is no Tito error: {document!r:.200}")

@@ -1,0 +1,223 @@
+"""What travels between a caller and the rollout server, and its limits.
+
+Requests are pydantic models, because the server must say exactly what is wrong with a bad one.
+Answers are frozen dataclasses over numpy arrays, because a trainer wants arrays and a packed
+answer can be viewed without a copy. ``PROTOCOL.md`` beside this file describes both for other
+languages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+PROTOCOL_VERSION = 1
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+SAFETENSORS = "application/x-safetensors"
+
+DIGEST_HEADER = "x-tito-digest"
+DIGEST_TRAILER = "trailer"
+"""Value of the digest header when the digest follows the last byte of the safetensors file."""
+
+MAX_GROUP_SIZE = 1024
+MAX_PROMPTS = 16384
+
+IdArray = NDArray[np.int32]
+LogprobArray = NDArray[np.float32]
+
+
+class Purpose(StrEnum):
+    """What the samples are for; it decides which sampling settings are accepted."""
+
+    TRAIN = "train"
+    """Sampler and trainer must see one distribution: temperature > 0, no truncation of it."""
+    EVAL = "eval"
+    """Anything goes, greedy decoding included; such samples must not be trained on."""
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation, handed to the model's chat template as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(min_length=1)
+    content: str | list[dict[str, Any]] | None = None
+
+
+def _prompt_kind(prompt: Any) -> str | None:
+    """Which of the three forms a prompt has, so that errors speak of that form alone."""
+    if isinstance(prompt, str):
+        return "text"
+    if isinstance(prompt, list | tuple) and prompt:
+        return "messages" if isinstance(prompt[0], dict | ChatMessage) else "ids"
+    return None
+
+
+_TokenId = Annotated[int, Field(strict=True, ge=0)]
+
+Prompt = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[list[_TokenId], Tag("ids")]
+    | Annotated[list[ChatMessage], Tag("messages")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="a non-empty string, list of token ids, or list of chat messages",
+    ),
+]
+
+
+class SamplingSettings(BaseModel):
+    """How completions are drawn. The answer carries these back as they were applied."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    max_tokens: int = Field(512, ge=1, description="New tokens a completion may have.")
+    temperature: float = Field(1.0, ge=0.0, le=100.0, description="0 is greedy, for eval only.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus mass; below 1 for eval only.")
+    top_k: int = Field(0, ge=0, description="0 keeps the whole vocabulary; else for eval only.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Above 0 for eval only.")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Not 0 for eval only.")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Not 0 for eval only.")
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0, description="Not 1 for eval only.")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, max_length=16, description="Strings that end a completion."
+    )
+    stop_token_ids: list[_TokenId] = Field(
+        default_factory=list, max_length=64, description="Token ids that end one, kept in it."
+    )
+    ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
+
+
+class RolloutRequest(SamplingSettings):
+    """Body of ``POST /rollout``."""
+
+    prompts: list[Prompt] = Field(
+        min_length=1,
+        max_length=MAX_PROMPTS,
+        description="Chat messages, plain text or token ids; forms may be mixed.",
+    )
+    group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE, description="Completions per prompt.")
+    purpose: Purpose = Purpose.TRAIN
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the chat template, e.g. enable_thinking."
+    )
+    text: bool = Field(True, description="Decode completions for scoring and for eyes.")
+    packed: bool = Field(False, description="Arrays as msgpack bin: int32 ids, float32 logprobs.")
+
+    def sampling(self) -> SamplingSettings:
+        """The sampling part alone, as echoed in the answer."""
+        names = SamplingSettings.model_fields
+        return SamplingSettings(**{name: getattr(self, name) for name in names})
+
+
+class ReloadFromPath(BaseModel):
+    """JSON or msgpack body of ``POST /reload``: weights that the server can read itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(min_length=1, description="A .safetensors file, or a directory of shards.")
+    digest: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="Expected digest.")
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[start, end)`` of a completion were sampled by policy ``version``."""
+
+    version: int
+    digest: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion of one prompt: the record that a trainer trains on.
+
+    Attributes:
+        group_id: which prompt of the request; advantages are computed by group.
+        prompt_ids: int32 ``[prompt_len]``, as the engine saw them. Shared within the group.
+        completion_ids: int32 ``[completion_len]``, with the stop token when the model produced one.
+        logprobs: float32 ``[completion_len]``, natural log, of the distribution sampled from
+            (temperature applied); entry i belongs to completion token i.
+        finish_reason: ``length`` means truncated by max_tokens or the context.
+        version: version of the policy that sampled the first token (the oldest involved).
+        digest: content digest of that version.
+        spans: every version involved, in token order; one span unless a reload fell inside.
+        text: decoded completion without special tokens, or None when it was not asked for.
+    """
+
+    group_id: int
+    prompt_ids: IdArray
+    completion_ids: IdArray
+    logprobs: LogprobArray
+    finish_reason: FinishReason
+    version: int
+    digest: str
+    spans: tuple[Span, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All samples of one prompt, in the order in which the engine numbered them."""
+
+    group_id: int
+    prompt_ids: IdArray
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """Answer of ``POST /rollout``: groups in prompt order."""
+
+    model: str
+    tokenizer: str
+    policy: str
+    sampling: dict[str, Any]
+    groups: tuple[Group, ...]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The prompts x group_size records, group by group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """Answer of ``POST /reload``.
+
+    Attributes:
+        version: the number that the live policy has from now on.
+        digest: digest of the weights as served (after the cast to the server's dtype).
+        timings: seconds for each stage: upload, verify, pause, load, resume.
+    """
+
+    version: int
+    digest: str
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Answer of ``GET /info``."""
+
+    protocol: int
+    model: str
+    tokenizer: str
+    vocab_size: int
+    dtype: str
+    policy: str
+    version: int
+    digest: str
+    limits: dict[str, int]

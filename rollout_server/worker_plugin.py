@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: reading staged weights into the live model.
+"""What runs inside vLLM's worker processes: staged weights into the live model, and proof of it.
 
 vLLM mixes :class:`WeightLoader` into its worker class (``worker_extension_cls``), so ``self`` is
 the worker. Methods are called by name through ``AsyncLLM.collective_rpc`` and take and return plain
@@ -7,21 +7,32 @@ data only, so nothing needs pickling.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from rollout_server.weight_check import check_weights
+
 if TYPE_CHECKING:
     import torch
 
 
-def _read(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+class _StagedCheckpoint:
     """Tensors of safetensors files, each read when it is asked for."""
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+
+    def __init__(self, paths: list[str], files: contextlib.ExitStack) -> None:
+        opened = [files.enter_context(safe_open(path, framework="pt")) for path in paths]
+        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, file in self._file_of.items():
+            yield name, file.get_tensor(name)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        file = self._file_of.get(name)
+        return None if file is None else file.get_tensor(name)
 
 
 class WeightLoader:
@@ -30,19 +41,25 @@ class WeightLoader:
     vllm_config: Any
     model_runner: Any
 
-    def tito_load_weights(self, paths: list[str]) -> int:
-        """Replace every weight of this worker's model, in place.
+    def tito_load_weights(self, paths: list[str]) -> dict[str, int]:
+        """Replace every weight of this worker's model, in place, and check what is live then.
 
         Args:
             paths: safetensors files that together hold a complete checkpoint.
 
         Returns:
-            the number of parameters that were written.
+            ``parameters``, how many there are, and ``checked``, how many were compared.
 
         Raises:
-            RuntimeError: the model has parameters that the checkpoint did not fill. The model is
-                then half-written: load a complete checkpoint before any forward pass.
+            RuntimeError: some parameters are not those of the checkpoint. The model is then
+                half-written: load a complete checkpoint before any forward pass.
         """
+        with contextlib.ExitStack() as files:
+            staged = _StagedCheckpoint(paths, files)
+            self._tito_load(staged)
+            return self._tito_check(staged)
+
+    def _tito_load(self, staged: _StagedCheckpoint) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
@@ -53,10 +70,37 @@ class WeightLoader:
         expected = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(_read(paths))
+            loaded = model.load_weights(staged)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+            _repack_tied_head(model)
         self.model_runner.reset_lora_state()
         # vLLM takes a partial set of tensors without a word, so completeness is checked here.
         if missing := sorted(expected - loaded):
             raise RuntimeError(f"{len(missing)} parameters were not loaded, first {missing[0]}")
-        return len(expected)
+
+    def _tito_check(self, staged: _StagedCheckpoint) -> dict[str, int]:
+        model = self.model_runner.get_model()
+        count = sum(1 for _ in model.named_parameters())
+        if self.vllm_config.parallel_config.world_size > 1:
+            return {"parameters": count, "checked": 0}  # shards do not line up with the checkpoint
+        report = check_weights(model, staged.read)
+        if report.different:
+            raise RuntimeError(
+                f"{len(report.different)} parameters differ from the checkpoint after the load, "
+                f"first {report.different[0]}"
+            )
+        return {"parameters": count, "checked": count - len(report.unknown)}
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Let an output head that shares the embedding's weights see their new values.
+
+    No tensor of the checkpoint belongs to such a head, so vLLM's reload passes it by; on CPU it
+    would keep computing with the old matrix, which it holds repacked.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    shared = {id(p) for p in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module.weight) in shared:
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,35 @@
+# On a fresh machine `make demo` and `make test` do all set-up by themselves.
+PY := .venv/bin/python
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help setup demo test test-slow lint bench clean
+
+help:            ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: .venv/ready  ## Make .venv (CPU or GPU, whichever the machine has)
+
+.venv/ready: pyproject.toml setup.sh requirements-cpu.lock
+	./setup.sh
+	@touch $@
+
+demo: setup      ## Watch a tiny policy learn arithmetic: server and trainer, two processes
+	$(PY) -m trainer demo
+
+lint: setup      ## Formatting, lint, types and import contracts
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy shared rollout_server trainer tests
+	.venv/bin/lint-imports
+
+test: lint       ## Lint, then every test that is not slow
+	$(PY) -m pytest -m "not slow"
+
+test-slow: setup ## The slow tests: whole training runs and their controls
+	$(PY) -m pytest -m slow
+
+bench: setup     ## Every benchmark; one JSON line per result
+	@for f in tests/bench/bench_*.py; do $(PY) $$f || exit 1; done
+
+clean:           ## Remove the virtual environment and what runs have left
+	rm -rf .venv build runs *.egg-info

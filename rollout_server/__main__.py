@@ -15,6 +15,8 @@ from rollout_server.settings import ServerSettings, settings_from_args
 
 log = logging.getLogger("tito.server")
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def main() -> None:
     """Entry point of the console script; exits non-zero with two lines when it cannot serve."""
@@ -29,7 +31,12 @@ def main() -> None:
         failures.append(error)
         server.should_exit = True
 
-    app = create_app(settings, on_startup_failure=give_up)
+    try:
+        app = create_app(settings, on_startup_failure=give_up)
+    except ValueError as error:
+        _die(str(error), "see rollout-server --help")
+    if settings.tokens_file is None and settings.host not in _LOOPBACK:
+        log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level=settings.log_level, access_log=False
     )

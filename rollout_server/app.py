@@ -12,10 +12,12 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_server.auth import Authenticator
 from rollout_server.engine import Engine, VLLMEngine
 from rollout_server.http import ClientGone, error_answer
+from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
-from rollout_server.routes import reload, rollout, status
+from rollout_server.routes import policies, reload, rollout, status
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
 from shared.errors import EngineFailure, InvalidRequest, NotFound, TitoError
@@ -37,7 +39,15 @@ def create_app(
         settings: of the server.
         build_engine: makes the engine, in a thread.
         on_startup_failure: told why the engine did not come up.
+
+    Raises:
+        TokensFileError, LeaseFileError: a file that the settings name cannot be used.
     """
+    tokens = settings.tokens_file
+    authenticator = Authenticator.from_file(tokens) if tokens else Authenticator.open()
+    leases = Leases(
+        settings.spool_dir, require=settings.require_lease, max_ttl_s=settings.lease_max_ttl
+    )
     metrics = Metrics()
     startup = Startup(settings, build_engine, metrics)
 
@@ -46,13 +56,15 @@ def create_app(
         starting = asyncio.create_task(_start(startup, on_startup_failure))
         yield
         await starting
-        startup.close()
+        await startup.close()
 
     app = FastAPI(title="Tito rollout server", version="1", lifespan=lifespan)
     app.state.startup = startup
     app.state.metrics = metrics
+    app.state.authenticator = authenticator
+    app.state.leases = leases
     app.add_middleware(_RequestMetrics, metrics=metrics)
-    for module in (rollout, reload, status):
+    for module in (rollout, reload, policies, status):
         app.include_router(module.router)
     _add_error_handlers(app)
     return app

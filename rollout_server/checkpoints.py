@@ -157,10 +157,12 @@ class Verified:
     Attributes:
         files: safetensors files in canonical form.
         digest: digest of the canonical tensors.
+        base: digest that must still be live when it is loaded, if it was made from another.
     """
 
     files: tuple[Path, ...]
     digest: str
+    base: str | None = None
 
 
 def verify(
@@ -178,7 +180,7 @@ def verify(
         WeightsRejected: a tensor is missing, unknown, of another shape or dtype, not finite, or not
             what was announced. ``problems`` names the tensors.
     """
-    _reject_if(manifest.problems(sent.specs), "the checkpoint does not fit the model")
+    reject_if(manifest.problems(sent.specs), "the checkpoint does not fit the model")
     with ThreadPoolExecutor() as pool:
         raw = dict(pool.map(lambda name: (name, _hash(sent.data(name))), sent.specs))
         digest = checkpoint_digest((spec, raw[name]) for name, spec in sent.specs.items())
@@ -187,22 +189,29 @@ def verify(
                 f"the checkpoint's digest is {digest}, not {announced} as announced: "
                 "bytes were changed on the way, or another checkpoint was sent"
             )
-        _reject_if(_untied(sent, manifest), "tied tensors differ")
-        bad = pool.map(lambda spec: _not_finite(sent, spec), manifest.required.values())
-        _reject_if([p for p in bad if p], "the checkpoint holds values that are not finite")
+        reject_if(_untied(sent, manifest), "tied tensors differ")
+        bad = pool.map(lambda spec: not_finite(sent, spec), manifest.required.values())
+        reject_if([p for p in bad if p], "the checkpoint holds values that are not finite")
     if sent.specs == manifest.required:
         return Verified(sent.paths, digest)
     return Verified((canonical_file,), _write_canonical(sent, manifest, canonical_file))
 
 
+def content_digest(checkpoint: Checkpoint) -> str:
+    """Digest of a checkpoint's tensors just as they are."""
+    specs = checkpoint.specs.items()
+    return checkpoint_digest((spec, _hash(checkpoint.data(name))) for name, spec in specs)
+
+
 def digest_of(checkpoint: Checkpoint, manifest: Manifest) -> str:
     """Digest that ``checkpoint`` has in canonical form, without writing that form anywhere."""
     return checkpoint_digest(
-        (spec, _hash(data)) for spec, data in _canonical_tensors(checkpoint, manifest)
+        (spec, _hash(data)) for spec, data in canonical_tensors(checkpoint, manifest)
     )
 
 
-def _reject_if(problems: Sequence[Problem], message: str) -> None:
+def reject_if(problems: Sequence[Problem], message: str) -> None:
+    """Raise WeightsRejected if there is anything to say, with the first problems."""
     if problems:
         more = len(problems) - _PROBLEMS_SHOWN
         tail = f" ({more} more problems not shown)" if more > 0 else ""
@@ -221,7 +230,8 @@ def _untied(sent: Checkpoint, manifest: Manifest) -> list[Problem]:
     ]
 
 
-def _not_finite(sent: Checkpoint, spec: TensorSpec) -> Problem | None:
+def not_finite(sent: Checkpoint, spec: TensorSpec) -> Problem | None:
+    """What is wrong with a tensor if some value is not finite in the dtype of ``spec``."""
     if spec.dtype not in TORCH_DTYPES:
         return None
     # The cast comes first: a large float32 can become infinite in half precision.
@@ -229,7 +239,7 @@ def _not_finite(sent: Checkpoint, spec: TensorSpec) -> Problem | None:
     return Problem(spec.name, f"{count} NaN or infinite values", "finite values") if count else None
 
 
-def _canonical_tensors(
+def canonical_tensors(
     sent: Checkpoint, manifest: Manifest
 ) -> Iterator[tuple[TensorSpec, memoryview]]:
     for name, spec in manifest.required.items():
@@ -244,7 +254,7 @@ def _write_canonical(sent: Checkpoint, manifest: Manifest, path: Path) -> str:
     hashes = []
     with path.open("wb") as file:
         file.write(encode_header(manifest.required.values()))
-        for spec, data in _canonical_tensors(sent, manifest):
+        for spec, data in canonical_tensors(sent, manifest):
             file.write(data)
             hashes.append((spec, _hash(data)))
     return checkpoint_digest(hashes)

@@ -6,20 +6,50 @@ integer versions; prompts, text, digests and HTTP are other modules' business.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout_server.settings import ServerSettings
-from shared.errors import EngineFailure, EngineUnavailable
-from shared.protocol import FinishReason, SamplingSettings
+from shared.errors import EngineFailure
+from shared.protocol import FinishReason, PauseMode, SamplingSettings
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+log = logging.getLogger("tito.engine")
+
+_DEATH_POLL_S = 0.1
+_PAUSE_MODES = {PauseMode.KEEP: "keep", PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort"}
+
+T = TypeVar("T")
+
+
+class EngineDied(Exception):
+    """The engine's processes are gone; only a new engine can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One immutable version of a LoRA policy.
+
+    Attributes:
+        name: never used for other weights, since cached keys and values are filed under it.
+        serial: positive, and never used for other weights either.
+        folder: a PEFT adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """
+
+    name: str
+    serial: int
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +79,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """What the service needs of an inference engine."""
+    """What the service needs of an inference engine. Every method may raise EngineDied."""
 
     @property
     def vocab_size(self) -> int:
@@ -62,25 +92,45 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSettings,
+        n: int,
+        adapter: Adapter | None = None,
     ) -> list[Completion]:
         """Sample n completions of one prompt; cancelling the call cancels the work."""
         ...
 
-    async def pause(self) -> None:
-        """Freeze what is in flight and forget every cached key and value."""
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, with what is in flight kept, finished or aborted; clear the caches."""
         ...
 
     async def resume(self) -> None:
-        """Go on; frozen samples recompute their caches under the weights that are loaded now."""
+        """Go on; kept samples recompute their caches under the weights that are loaded now."""
         ...
 
     async def load(self, paths: Sequence[Path]) -> None:
-        """Write a complete checkpoint into every worker. Only while paused."""
+        """Write a complete checkpoint into every worker and check it. Only while paused.
+
+        Raises:
+            EngineFailure: the workers refused; their weights may be torn.
+        """
         ...
 
     async def stamp(self, version: int) -> None:
         """Label tokens sampled from now on. Only while paused, after a load."""
+        ...
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter beside the base weights, while generation goes on.
+
+        Raises:
+            EngineFailure: it does not fit.
+        """
+        ...
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Forget an adapter that no request uses any more."""
         ...
 
     def shutdown(self) -> None:
@@ -106,39 +156,73 @@ class VLLMEngine:
         return str(self._llm.dead_error) if self._llm.errored else None
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSettings,
+        n: int,
+        adapter: Adapter | None = None,
     ) -> list[Completion]:
         from vllm import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = f"group-{next(self._ids)}"
+        lora = _lora_request(adapter) if adapter else None
         try:
-            async for output in self._llm.generate(prompt, _params(sampling, n), request_id):
+            async for output in self._llm.generate(
+                prompt, _params(sampling, n), request_id, lora_request=lora
+            ):
                 return [_completion(completion) for completion in output.outputs]
         except EngineDeadError as error:
-            raise EngineUnavailable(f"the engine died: {error}") from error
+            raise EngineDied(str(error)) from error
         except EngineGenerateError as error:
             raise EngineFailure(f"the engine failed on a prompt: {error.__cause__}") from error
         raise EngineFailure("the engine ended a request without an answer")
 
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         # Without clear_cache, keys and values of the old weights would serve the new ones.
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-
-    async def resume(self) -> None:
-        await self._llm.resume_generation()
-
-    async def load(self, paths: Sequence[Path]) -> None:
-        await self._llm.collective_rpc(
-            "tito_load_weights", kwargs={"paths": [str(path) for path in paths]}
+        await self._while_alive(
+            self._llm.pause_generation(mode=_PAUSE_MODES[mode], clear_cache=True)
         )
 
+    async def resume(self) -> None:
+        await self._while_alive(self._llm.resume_generation())
+
+    async def load(self, paths: Sequence[Path]) -> None:
+        arguments = {"paths": [str(path) for path in paths]}
+        call = self._llm.collective_rpc("tito_load_weights", kwargs=arguments)
+        for rank, report in enumerate(await self._while_alive(call)):
+            if unchecked := report["parameters"] - report["checked"]:
+                log.warning("worker %d: %d parameters could not be checked", rank, unchecked)
+
     async def stamp(self, version: int) -> None:
-        await self._llm.update_weight_version(str(version))
+        await self._while_alive(self._llm.update_weight_version(str(version)))
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        if not await self._while_alive(self._llm.add_lora(_lora_request(adapter))):
+            raise EngineFailure(f"the engine would not take adapter {adapter.name}")
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        await self._while_alive(self._llm.remove_lora(adapter.serial))
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+
+    async def _while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call to the engine's processes, which never answer if they die meanwhile."""
+        task = asyncio.create_task(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=_DEATH_POLL_S))[0]:
+                if self._llm.errored:
+                    break
+            else:
+                return task.result()
+        except Exception as error:
+            if not self._llm.errored:
+                raise EngineFailure(f"the engine's workers refused: {error}") from error
+        finally:
+            task.cancel()
+        raise EngineDied(str(self.failure))
 
 
 def _engine_args(settings: ServerSettings) -> Any:
@@ -158,12 +242,22 @@ def _engine_args(settings: ServerSettings) -> Any:
         tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
+        enable_lora=settings.max_loras > 0,
+        max_loras=max(settings.max_loras, 1),
+        max_cpu_loras=max(settings.max_loras, 1) * 2,
+        max_lora_rank=settings.max_lora_rank,
         seed=settings.seed,
         # Law 3: what is returned is the log-probability under the distribution sampled from.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="rollout_server.worker_plugin.WeightLoader",
         disable_log_stats=True,
     )
+
+
+def _lora_request(adapter: Adapter) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.serial, str(adapter.folder))
 
 
 def _params(sampling: SamplingSettings, n: int) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 
 from shared.codec import decode, encode, media_type
-from shared.errors import BodyTooLarge, InvalidRequest, Problem, TitoError
+from shared.errors import BodyTooLarge, InvalidRequest, Problem, TitoError, Unauthorized
 from shared.protocol import JSON, MSGPACK
 
 _PROBLEMS_SHOWN = 20
@@ -32,7 +33,16 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
     """
     content_type = media_type(request.headers.get("content-type", ""))
     body = await _read_body(request, max_bytes)
-    return await asyncio.to_thread(_parse, body, content_type, model)
+    return await asyncio.to_thread(lambda: _validate(decode(body, content_type), model))
+
+
+def read_query(request: Request, model: type[M]) -> M:
+    """Validate the query string.
+
+    Raises:
+        InvalidRequest: a parameter is unknown or wrong.
+    """
+    return _validate(dict(request.query_params), model)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -44,8 +54,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _parse(body: bytes, content_type: str, model: type[M]) -> M:
-    document = decode(body, content_type)
+def _validate(document: Any, model: type[M]) -> M:
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -68,6 +77,18 @@ def _problem(error: Any, model: type[BaseModel]) -> Problem:
     return Problem(where or "body", shown, error["msg"].removeprefix("Input should be "))
 
 
+def whole_number(where: str, text: str | None) -> int | None:
+    """A number that came as a header or in the query, or None if it did not come.
+
+    Raises:
+        InvalidRequest: it is no whole number.
+    """
+    if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
+        problem = Problem(where, repr(text[:_SHOWN_CHARS]), "a whole number")
+        raise InvalidRequest(f"{where} cannot be read", problems=[problem])
+    return None if text is None else int(text)
+
+
 def answer_type(request: Request, default: str = JSON) -> str:
     """Media type of the answer: what Accept names, msgpack before JSON, or else the default."""
     accepted = [media_type(part) for part in request.headers.get("accept", "").split(",")]
@@ -83,6 +104,8 @@ def answer(request: Request, document: Any, status: int = 200) -> Response:
 def error_answer(request: Request, error: TitoError) -> Response:
     """The answer that an exception of ours becomes."""
     response = answer(request, error.to_wire(), error.status)
+    if error.status == Unauthorized.status:
+        response.headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, round(error.retry_after)))
     return response

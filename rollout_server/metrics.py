@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from shared.protocol import ReloadResult, Rollout
+from rollout_server.policies import Publish, PublishState
+from shared.protocol import Rollout
 
 _ROLLOUT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_RELOAD_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_PUBLISH_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
@@ -40,11 +41,14 @@ class Metrics:
         self._version = Gauge(
             "tito_policy_version", "Live version.", ["policy"], registry=self._registry
         )
-        self._reload_seconds = Histogram(
-            "tito_reload_seconds",
+        self._publishes = Counter(
+            "tito_publishes", "Publishes that ended.", ["state"], registry=self._registry
+        )
+        self._publish_seconds = Histogram(
+            "tito_publish_seconds",
             "Time that each stage of a successful publish took.",
             ["stage"],
-            buckets=_RELOAD_SECONDS,
+            buckets=_PUBLISH_SECONDS,
             registry=self._registry,
         )
 
@@ -59,11 +63,13 @@ class Metrics:
         """Record which version is live."""
         self._version.labels(policy).set(version)
 
-    def observe_reload(self, policy: str, result: ReloadResult) -> None:
-        """Record a successful publish."""
-        self.observe_version(policy, result.version)
-        for stage, seconds in result.timings.items():
-            self._reload_seconds.labels(stage).observe(seconds)
+    def observe_publish(self, policy: str, publish: Publish) -> None:
+        """Record a publish that has ended, one way or another."""
+        self._publishes.labels(publish.state.value).inc()
+        if publish.state is PublishState.LIVE and publish.version is not None:
+            self.observe_version(policy, publish.version)
+            for stage, seconds in publish.timings.items():
+                self._publish_seconds.labels(stage).observe(seconds)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -1,38 +1,173 @@
-"""Which policies exist, and which version of each is live.
+"""Which policies exist, which version of each is live, and what became of every publish.
 
-A version is a number that only the server hands out, one higher for each publish. It is bound to
-the digest of the weights that were verified, so a sample's version always leads to its weights.
+A version is a number that only the server hands out, one higher for each publish of the policy. It
+is bound to the digest of the weights that were verified, so a sample's version always leads to its
+weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from rollout_server.engine import Adapter
+from shared.errors import NotFound
+from shared.protocol import DEFAULT_POLICY
+
+_HISTORY = 64
+
+
+class PublishState(StrEnum):
+    """Where a publish stands."""
+
+    STAGING = "staging"
+    """Its bytes are arriving."""
+    STAGED = "staged"
+    """All bytes are here; generation goes on."""
+    VERIFIED = "verified"
+    """It may be loaded."""
+    APPLYING = "applying"
+    """Generation is paused while it is loaded and checked."""
+    LIVE = "live"
+    SUPERSEDED = "superseded"
+    """It was live; a later version is."""
+    REJECTED = "rejected"
+    """It failed before the load; nothing has changed."""
+    ROLLED_BACK = "rolled_back"
+    """It failed in the load; the last good weights were restored."""
 
 
 @dataclass(slots=True)
+class Publish:
+    """One attempt to publish.
+
+    Attributes:
+        publisher: who published.
+        state: where it stands.
+        started_at: seconds since the epoch.
+        version: its number, once it was live.
+        digest: of its weights, once they were verified.
+        reason: why it was rejected or rolled back.
+        timings: seconds for each stage so far.
+    """
+
+    publisher: str
+    state: PublishState = PublishState.STAGING
+    started_at: float = field(default_factory=time.time)
+    version: int | None = None
+    digest: str | None = None
+    reason: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
 class Policy:
-    """A named, versioned set of weights.
+    """A named, versioned set of weights: the whole model, or a LoRA adapter on it.
 
     Attributes:
         name: ``default`` is the model that the engine was started with, and its successors.
-        version: number of the live weights; 0 is the checkpoint the engine started from.
+        version: number of the live weights. For ``default``, 0 is the engine's own checkpoint.
         files: canonical checkpoint of the live version, from which it can be restored.
+        adapter: what requests run on, for a LoRA policy.
         digests: digest of each version so far.
+        changed: notified whenever another version is live.
     """
 
-    name: str
-    version: int
-    files: tuple[Path, ...]
-    digests: dict[int, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        digest: str,
+        files: tuple[Path, ...] = (),
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.files = files
+        self.adapter = adapter
+        self.digests = {version: digest}
+        self.changed = asyncio.Condition()
+        self.history: deque[Publish] = deque(maxlen=_HISTORY)
 
     @property
     def digest(self) -> str:
         """Digest of the live version."""
         return self.digests[self.version]
 
-    def advance(self, files: tuple[Path, ...], digest: str) -> None:
-        """Make the next version live."""
-        self.version += 1
-        self.files = files
-        self.digests[self.version] = digest
+    @property
+    def kind(self) -> str:
+        """``full`` or ``lora``."""
+        return "full" if self.name == DEFAULT_POLICY else "lora"
+
+    def begin(self, publisher: str) -> Publish:
+        """Note that a publish has begun."""
+        publish = Publish(publisher)
+        self.history.append(publish)
+        return publish
+
+    async def advance(
+        self,
+        publish: Publish,
+        version: int,
+        digest: str,
+        *,
+        files: tuple[Path, ...] = (),
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Make a publish the live version, and wake whoever waits for it."""
+        for earlier in self.history:
+            if earlier.state is PublishState.LIVE:
+                earlier.state = PublishState.SUPERSEDED
+        publish.state, publish.version, publish.digest = PublishState.LIVE, version, digest
+        self.version, self.files, self.adapter = version, files, adapter
+        self.digests[version] = digest
+        async with self.changed:
+            self.changed.notify_all()
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for ``GET /policies/{name}``, the newest publish first."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "version": self.version,
+            "digest": self.digest,
+            "history": [asdict(publish) for publish in reversed(self.history)],
+        }
+
+
+class Policies:
+    """The policies by name; ``default`` is always there."""
+
+    def __init__(self, default: Policy) -> None:
+        self.default = default
+        self._by_name = {default.name: default}
+
+    def __iter__(self) -> Iterator[Policy]:
+        return iter(list(self._by_name.values()))
+
+    def __getitem__(self, name: str) -> Policy:
+        """The policy of that name.
+
+        Raises:
+            NotFound: there is none; the message lists those there are.
+        """
+        if (policy := self._by_name.get(name)) is None:
+            raise NotFound(f"no policy {name!r}; there are: {', '.join(self._by_name)}")
+        return policy
+
+    def get(self, name: str) -> Policy | None:
+        """The policy of that name, if there is one."""
+        return self._by_name.get(name)
+
+    def add(self, policy: Policy) -> None:
+        """Make a new policy known."""
+        self._by_name[policy.name] = policy
+
+    def remove(self, name: str) -> None:
+        """Forget a policy."""
+        del self._by_name[name]

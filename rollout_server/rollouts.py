@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout_server.engine import Completion, Engine
+from rollout_server.adapters import AdapterPublisher
+from rollout_server.engine import Completion
 from rollout_server.policies import Policy
 from rollout_server.prompts import PromptEncoder
+from rollout_server.supervisor import Supervisor
 from shared.errors import InvalidRequest, Problem
 from shared.protocol import (
     Group,
@@ -38,9 +40,9 @@ class RolloutService:
     """Runs rollouts on the engine.
 
     Args:
-        engine: samples token ids.
+        supervisor: runs the engine, which samples token ids.
         encoder: renders prompts and decodes completions.
-        policy: names the weights that are live.
+        adapters: keeps a LoRA adapter loaded while groups are sampled from it.
         model: name echoed in answers.
         max_model_len: context in tokens.
         max_samples: samples that one request may ask for.
@@ -48,23 +50,23 @@ class RolloutService:
 
     def __init__(
         self,
-        engine: Engine,
+        supervisor: Supervisor,
         encoder: PromptEncoder,
-        policy: Policy,
+        adapters: AdapterPublisher,
         *,
         model: str,
         max_model_len: int,
         max_samples: int,
     ) -> None:
-        self._engine = engine
+        self._supervisor = supervisor
         self._encoder = encoder
-        self._policy = policy
+        self._adapters = adapters
         self._model = model
         self._max_model_len = max_model_len
         self._max_samples = max_samples
 
-    async def rollout(self, request: RolloutRequest) -> Rollout:
-        """Sample every prompt; all of it or nothing.
+    async def rollout(self, request: RolloutRequest, policy: Policy) -> Rollout:
+        """Sample every prompt from the policy; all of it or nothing.
 
         Raises:
             InvalidRequest: a setting or a prompt cannot be used; nothing was run.
@@ -78,7 +80,7 @@ class RolloutService:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._group(index, ids, sampling, request))
+                    tasks.create_task(self._group(index, ids, sampling, request, policy))
                     for index, ids in enumerate(prompts)
                 ]
         except ExceptionGroup as failures:
@@ -87,7 +89,7 @@ class RolloutService:
         return Rollout(
             model=self._model,
             tokenizer=self._encoder.fingerprint,
-            policy=self._policy.name,
+            policy=policy.name,
             sampling=sampling.model_dump() | {"purpose": request.purpose.value},
             groups=tuple(task.result() for task in running),
         )
@@ -105,40 +107,63 @@ class RolloutService:
             raise InvalidRequest("the request cannot be run", problems=problems)
 
     async def _group(
-        self, group_id: int, ids: list[int], sampling: SamplingSettings, request: RolloutRequest
+        self,
+        group_id: int,
+        ids: list[int],
+        sampling: SamplingSettings,
+        request: RolloutRequest,
+        policy: Policy,
     ) -> Group:
-        completions = await self._engine.generate(ids, sampling, request.group_size)
+        adapter, version = policy.adapter, policy.version
+        with self._adapters.using(adapter):
+            completions = await self._supervisor.generate(
+                ids, sampling, request.group_size, adapter
+            )
         texts: list[str] | list[None] = [None] * len(completions)
         if request.text:
             token_ids = [completion.token_ids for completion in completions]
             texts = await asyncio.to_thread(self._encoder.decode, token_ids)
         prompt_ids = np.array(ids, np.int32)
         samples = tuple(
-            self._sample(group_id, prompt_ids, completion, text)
+            _sample(group_id, prompt_ids, completion, text, _spans(completion, policy, version))
             for completion, text in zip(completions, texts, strict=True)
         )
         return Group(group_id, prompt_ids, samples)
 
-    def _sample(
-        self, group_id: int, prompt_ids: IdArray, completion: Completion, text: str | None
-    ) -> Sample:
-        digests = self._policy.digests
-        spans = tuple(
-            Span(span.version, digests[span.version], span.start, span.end)
-            for span in completion.spans
-        )
-        version = spans[0].version if spans else self._policy.version
-        return Sample(
-            group_id=group_id,
-            prompt_ids=prompt_ids,
-            completion_ids=np.array(completion.token_ids, np.int32),
-            logprobs=np.array(completion.logprobs, np.float32),
-            finish_reason=completion.finish_reason,
-            version=version,
-            digest=digests[version],
-            spans=spans or (Span(version, digests[version], 0, 0),),
-            text=text,
-        )
+
+def _spans(completion: Completion, policy: Policy, version: int) -> tuple[Span, ...]:
+    """Which version made which tokens.
+
+    The engine labels tokens with the full weights that sampled them. A LoRA policy's version is
+    the one that the group began with, since its adapter cannot change under it.
+    """
+    end = len(completion.token_ids)
+    if policy.adapter is not None or not completion.spans:
+        return (Span(version, policy.digests[version], 0, end),)
+    return tuple(
+        Span(span.version, policy.digests[span.version], span.start, span.end)
+        for span in completion.spans
+    )
+
+
+def _sample(
+    group_id: int,
+    prompt_ids: IdArray,
+    completion: Completion,
+    text: str | None,
+    spans: tuple[Span, ...],
+) -> Sample:
+    return Sample(
+        group_id=group_id,
+        prompt_ids=prompt_ids,
+        completion_ids=np.array(completion.token_ids, np.int32),
+        logprobs=np.array(completion.logprobs, np.float32),
+        finish_reason=completion.finish_reason,
+        version=spans[0].version,
+        digest=spans[0].digest,
+        spans=spans,
+        text=text,
+    )
 
 
 def _training_problems(request: RolloutRequest) -> list[Problem]:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollout_server.adapters import AdapterPublisher
 from rollout_server.checkpoints import (
     SERVED_DTYPES,
     Checkpoint,
     Manifest,
+    Verified,
     checkpoint_files,
+    content_digest,
     digest_of,
 )
 from rollout_server.engine import Engine
 from rollout_server.metrics import Metrics
-from rollout_server.policies import Policy
+from rollout_server.policies import Policies, Policy
 from rollout_server.prompts import PromptEncoder
 from rollout_server.publishing import Publisher
 from rollout_server.rollouts import RolloutService
 from rollout_server.settings import ServerSettings
-from shared.errors import EngineUnavailable
+from rollout_server.spool import Spool, open_spool
+from rollout_server.staging import UploadLimits
+from rollout_server.supervisor import Supervisor
+from shared.errors import EngineUnavailable, TitoError
 from shared.protocol import (
+    DEFAULT_POLICY,
     MAX_GROUP_SIZE,
     MAX_PROMPTS,
     PROTOCOL_VERSION,
@@ -36,7 +43,6 @@ from shared.weights import TensorSpec
 
 log = logging.getLogger("tito.server")
 
-DEFAULT_POLICY = "default"
 UNKNOWN_DIGEST = "0" * 32
 """Digest of weights that never were a checkpoint (``load_format="dummy"``)."""
 _STARTING_RETRY_S = 2.0
@@ -47,30 +53,31 @@ class Service:
     """The parts that requests are served by, once the engine is up."""
 
     settings: ServerSettings
-    engine: Engine
+    supervisor: Supervisor
     encoder: PromptEncoder
-    policy: Policy
+    policies: Policies
     publisher: Publisher
+    adapters: AdapterPublisher
     rollouts: RolloutService
-    scratch: tempfile.TemporaryDirectory[str]
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable, with the reason, unless samples can be generated."""
-        if reason := self.publisher.closed or self.engine.failure:
-            raise EngineUnavailable(reason)
+        if self.publisher.closed:
+            raise EngineUnavailable(self.publisher.closed)
+        self.supervisor.current()
 
     def info(self) -> ServerInfo:
         """What ``/info`` answers."""
-        settings = self.settings
+        settings, policy = self.settings, self.policies.default
         return ServerInfo(
             protocol=PROTOCOL_VERSION,
             model=settings.model,
             tokenizer=self.encoder.fingerprint,
-            vocab_size=self.engine.vocab_size,
+            vocab_size=self.supervisor.vocab_size,
             dtype=settings.dtype,
-            policy=self.policy.name,
-            version=self.policy.version,
-            digest=self.policy.digest,
+            policy=policy.name,
+            version=policy.version,
+            digest=policy.digest,
             limits={
                 "max_model_len": settings.max_model_len,
                 "max_prompts": MAX_PROMPTS,
@@ -81,11 +88,6 @@ class Service:
             },
         )
 
-    def close(self) -> None:
-        """Stop the engine and remove what was staged."""
-        self.engine.shutdown()
-        self.scratch.cleanup()
-
 
 class Startup:
     """The service while it may not be there yet.
@@ -93,7 +95,7 @@ class Startup:
     Args:
         settings: of the server.
         build_engine: constructs the engine; called in a thread, since it takes a while.
-        metrics: told when the service is ready.
+        metrics: told what the service does.
     """
 
     def __init__(
@@ -103,20 +105,26 @@ class Startup:
         metrics: Metrics,
     ) -> None:
         self._settings = settings
-        self._build_engine = build_engine
         self._metrics = metrics
+        self._supervisor = Supervisor(
+            partial(build_engine, settings), recovery_seconds=settings.recovery_seconds
+        )
+        self._spool: Spool | None = None
         self._service: Service | None = None
 
     async def run(self) -> None:
         """Bring the service up; it counts as ready once the engine has generated a token."""
-        service = await asyncio.to_thread(self._build)
-        await service.engine.pause()
-        await service.engine.stamp(service.policy.version)
-        await service.engine.resume()
-        await service.engine.generate([0], SamplingSettings(max_tokens=1), 1)
+        settings = self._settings
+        self._spool = open_spool(settings.spool_dir, settings.staging_dir, keep=settings.spool_keep)
+        await self._supervisor.start()
+        service = await asyncio.to_thread(self._assemble, self._spool)
+        self._supervisor.restore = service.publisher.restore
+        await service.publisher.restore(self._supervisor.current())
+        await self._supervisor.generate([0], SamplingSettings(max_tokens=1), 1)
         self._service = service
-        self._metrics.observe_version(service.policy.name, service.policy.version)
-        log.info("ready: %s, digest %s", self._settings.model, service.policy.digest)
+        for policy in service.policies:
+            self._metrics.observe_version(policy.name, policy.version)
+            log.info("ready: %s at version %d, %s", policy.name, policy.version, policy.digest)
 
     @property
     def service(self) -> Service:
@@ -129,38 +137,49 @@ class Startup:
             raise EngineUnavailable("the engine is starting", retry_after=_STARTING_RETRY_S)
         return self._service
 
-    def close(self) -> None:
-        """Stop the service if it came up."""
-        if self._service is not None:
-            self._service.close()
+    async def close(self) -> None:
+        """Stop the engine and let go of the spool."""
+        await self._supervisor.close()
+        if self._spool is not None:
+            self._spool.close()
 
-    def _build(self) -> Service:
-        settings = self._settings
-        engine = self._build_engine(settings)
+    def _assemble(self, spool: Spool) -> Service:
+        settings, supervisor = self._settings, self._supervisor
         folder, config, tokenizer = _model_parts(settings.model)
         encoder = PromptEncoder(
-            tokenizer, vocab_size=engine.vocab_size, max_model_len=settings.max_model_len
+            tokenizer, vocab_size=supervisor.vocab_size, max_model_len=settings.max_model_len
         )
-        manifest, policy = _base_policy(folder, config, settings)
-        settings.staging_dir.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=settings.staging_dir)
+        manifest, base = _base(folder, config, settings)
+        policies = Policies(_committed(spool, base))
+        limits = UploadLimits(settings.reload_dirs, settings.max_upload_bytes, settings.max_uploads)
         publisher = Publisher(
-            engine,
-            policy,
+            supervisor,
+            policies,
             manifest,
-            staging_dir=Path(scratch.name),
-            allowed_dirs=settings.reload_dirs,
-            max_bytes=settings.max_upload_bytes,
+            spool,
+            base=base,
+            limits=limits,
+            ended=self._metrics.observe_publish,
         )
+        adapters = AdapterPublisher(
+            supervisor,
+            policies,
+            manifest,
+            spool,
+            max_rank=settings.max_lora_rank if settings.max_loras else 0,
+            limits=limits,
+            ended=self._metrics.observe_publish,
+        )
+        adapters.restore(policies.default.digest)
         rollouts = RolloutService(
-            engine,
+            supervisor,
             encoder,
-            policy,
+            adapters,
             model=settings.model,
             max_model_len=settings.max_model_len,
             max_samples=settings.max_samples,
         )
-        return Service(settings, engine, encoder, policy, publisher, rollouts, scratch)
+        return Service(settings, supervisor, encoder, policies, publisher, adapters, rollouts)
 
 
 def _model_parts(model: str) -> tuple[Path, Any, Any]:
@@ -174,18 +193,32 @@ def _model_parts(model: str) -> tuple[Path, Any, Any]:
     return folder, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def _base_policy(folder: Path, config: Any, settings: ServerSettings) -> tuple[Manifest, Policy]:
-    """Manifest of the model, and version 0 of its policy."""
+def _base(folder: Path, config: Any, settings: ServerSettings) -> tuple[Manifest, Verified]:
+    """Manifest of the model, and the checkpoint that the engine starts from."""
     dtype = SERVED_DTYPES[settings.dtype]
     tied = bool(config.get_text_config().tie_word_embeddings)
     files = checkpoint_files(folder) if settings.load_format == "auto" else []
     if not files:
         manifest = Manifest.of_checkpoint(_specs_of_config(config), dtype=dtype, tied=tied)
-        return manifest, Policy(DEFAULT_POLICY, 0, (), {0: UNKNOWN_DIGEST})
+        return manifest, Verified((), UNKNOWN_DIGEST)
     with Checkpoint(files) as checkpoint:
         manifest = Manifest.of_checkpoint(checkpoint.specs.values(), dtype=dtype, tied=tied)
-        digest = digest_of(checkpoint, manifest)
-    return manifest, Policy(DEFAULT_POLICY, 0, tuple(files), {0: digest})
+        return manifest, Verified(tuple(files), digest_of(checkpoint, manifest))
+
+
+def _committed(spool: Spool, base: Verified) -> Policy:
+    """The full policy at the newest committed version that is intact, or at the base."""
+    for record, folder in spool.versions(DEFAULT_POLICY, base.digest):
+        files = checkpoint_files(folder)
+        try:
+            with Checkpoint(files) as checkpoint:
+                digest = content_digest(checkpoint)
+        except (TitoError, OSError) as error:
+            digest = str(error)
+        if digest == record.digest:
+            return Policy(DEFAULT_POLICY, record.version, digest, tuple(files))
+        log.error("%s is damaged and passed over: digest %s", folder, digest)
+    return Policy(DEFAULT_POLICY, 0, base.digest, base.files)
 
 
 def _specs_of_config(config: Any) -> list[TensorSpec]:

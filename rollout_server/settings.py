@@ -60,6 +60,13 @@ class ServerSettings(BaseSettings):
     eager: bool | None = _setting(
         None, "Engine", "No compilation or CUDA graphs; on by default on CPU only."
     )
+    max_loras: int = _setting(
+        0, "Engine", "LoRA adapters that may run in one batch; 0 takes none.", ge=0
+    )
+    max_lora_rank: int = _setting(16, "Engine", "Highest rank of a LoRA adapter.", ge=1)
+    recovery_seconds: float = _setting(
+        180.0, "Engine", "How long requests wait while a dead engine is replaced.", ge=0.0
+    )
     tensor_parallel: int = _setting(1, "Engine", "GPUs that share one copy of the model.", ge=1)
     seed: int = _setting(0, "Engine", "Seed of the engine's sampler.")
 
@@ -69,13 +76,28 @@ class ServerSettings(BaseSettings):
         "info", "Network", "Least severe messages shown."
     )
 
+    tokens_file: Path | None = _setting(
+        None, "Access", "TOML file of bearer tokens; without one everybody may do everything."
+    )
+    require_lease: bool = _setting(
+        False, "Access", "Take new weights only from whoever holds the policy's lease."
+    )
+    lease_max_ttl: float = _setting(
+        600.0, "Access", "Seconds that a lease may live without a heartbeat, at most.", gt=0.0
+    )
+
     max_body_mib: int = _setting(64, "Limits", "Largest /rollout request body.", ge=1)
     max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
+    max_uploads: int = _setting(4, "Limits", "Checkpoints uploaded at the same time.", ge=1)
     max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)
 
     staging_dir: Path = _setting(
-        _default_staging_dir(), "Weights", "Where uploaded checkpoints wait for their load."
+        _default_staging_dir(), "Weights", "Scratch space for checkpoints, without --spool-dir."
     )
+    spool_dir: Path | None = _setting(
+        None, "Weights", "Keep committed versions here, so that they survive a restart."
+    )
+    spool_keep: int = _setting(2, "Weights", "Committed versions kept in the spool.", ge=1)
     reload_dirs: list[Path] = _setting(
         [], "Weights", "Directories from which /reload may read a path (repeatable)."
     )

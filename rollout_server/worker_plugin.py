@@ -98,9 +98,14 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     No tensor of the checkpoint belongs to such a head, so vLLM's reload passes it by; on CPU it
     would keep computing with the old matrix, which it holds repacked.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
-    shared = {id(p) for p in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and id(module.weight) in shared:
-            module.quant_method.process_weights_after_loading(module)
+    tables = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    heads = [m for m in tables if isinstance(m, ParallelLMHead)]
+    inputs = {id(m.weight) for m in tables if m not in heads}
+    for head in heads:
+        if id(head.weight) in inputs:
+            head.quant_method.process_weights_after_loading(head)

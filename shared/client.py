@@ -22,9 +22,12 @@ import httpx
 
 from shared.codec import decode, encode, media_type, rollout_from_wire
 from shared.errors import EngineUnavailable, MalformedBody, ServerUnreachable, TitoError, from_wire
+from shared.lease import AsyncLease, Lease
 from shared.protocol import (
+    DEFAULT_POLICY,
     DIGEST_HEADER,
     DIGEST_TRAILER,
+    FENCE_HEADER,
     MSGPACK,
     PROTOCOL_VERSION,
     SAFETENSORS,
@@ -112,6 +115,10 @@ def _reload_headers(tensors: Sequence[LazyTensor]) -> dict[str, str]:
     }
 
 
+def _fence_header(fence: int | None) -> dict[str, str]:
+    return {} if fence is None else {FENCE_HEADER: str(fence)}
+
+
 def _delays() -> Iterator[float]:
     """Seconds to wait before each further attempt."""
     for attempt in range(_ATTEMPTS - 1):
@@ -162,22 +169,51 @@ class RolloutClient:
         headers = {"content-type": MSGPACK}
         return rollout_from_wire(self._send("POST", "/rollout", content=body, headers=headers))
 
-    def reload(self, tensors: Sequence[LazyTensor]) -> ReloadResult:
+    def reload(self, tensors: Sequence[LazyTensor], *, fence: int | None = None) -> ReloadResult:
         """Publish new weights, streamed tensor by tensor with their digest.
+
+        Args:
+            tensors: the whole checkpoint.
+            fence: number of the lease under which it is published; see :meth:`lease`.
 
         Raises:
             WeightsRejected: verification failed; the live policy is as it was.
+            Conflict: somebody else has the lease; the live policy is as it was.
         """
+        headers = _reload_headers(tensors) | _fence_header(fence)
         document = self._send_once(
-            "POST", "/reload", content=stream_checkpoint(tensors), headers=_reload_headers(tensors)
+            "POST", "/reload", content=stream_checkpoint(tensors), headers=headers
         )
         return _reload_from_wire(document)
 
-    def reload_path(self, path: str | Path, *, digest: str | None = None) -> ReloadResult:
+    def reload_path(
+        self, path: str | Path, *, digest: str | None = None, fence: int | None = None
+    ) -> ReloadResult:
         """Publish a checkpoint that the server can read: a .safetensors file or a directory."""
         body = encode({"path": str(path), "digest": digest}, MSGPACK)
-        headers = {"content-type": MSGPACK}
+        headers = {"content-type": MSGPACK} | _fence_header(fence)
         return _reload_from_wire(self._send_once("POST", "/reload", content=body, headers=headers))
+
+    def lease(
+        self,
+        policy: str = DEFAULT_POLICY,
+        *,
+        holder: str | None = None,
+        ttl: float = 30.0,
+        wait: float = 0.0,
+    ) -> Lease:
+        """The right to publish a policy, as a context manager that keeps it alive.
+
+        Args:
+            policy: which one.
+            holder: a name to show; the same name of the same caller takes an earlier lease over.
+            ttl: seconds after which the policy is free if this process dies.
+            wait: seconds to wait for somebody else's lease to end.
+
+        Raises (on entry):
+            Conflict: somebody else holds it; ``details`` says who, and for how long.
+        """
+        return Lease(self._send_once, policy, holder=holder, ttl=ttl, wait=wait)
 
     def info(self) -> ServerInfo:
         """Model, tokenizer, live version and limits."""
@@ -248,22 +284,37 @@ class AsyncRolloutClient:
         document = await self._send("POST", "/rollout", content=body, headers=headers)
         return rollout_from_wire(document)
 
-    async def reload(self, tensors: Sequence[LazyTensor]) -> ReloadResult:
+    async def reload(
+        self, tensors: Sequence[LazyTensor], *, fence: int | None = None
+    ) -> ReloadResult:
         """See :meth:`RolloutClient.reload`."""
         document = await self._send_once(
             "POST",
             "/reload",
             content=_in_threads(stream_checkpoint(tensors)),
-            headers=_reload_headers(tensors),
+            headers=_reload_headers(tensors) | _fence_header(fence),
         )
         return _reload_from_wire(document)
 
-    async def reload_path(self, path: str | Path, *, digest: str | None = None) -> ReloadResult:
+    async def reload_path(
+        self, path: str | Path, *, digest: str | None = None, fence: int | None = None
+    ) -> ReloadResult:
         """See :meth:`RolloutClient.reload_path`."""
         body = encode({"path": str(path), "digest": digest}, MSGPACK)
-        headers = {"content-type": MSGPACK}
+        headers = {"content-type": MSGPACK} | _fence_header(fence)
         document = await self._send_once("POST", "/reload", content=body, headers=headers)
         return _reload_from_wire(document)
+
+    def lease(
+        self,
+        policy: str = DEFAULT_POLICY,
+        *,
+        holder: str | None = None,
+        ttl: float = 30.0,
+        wait: float = 0.0,
+    ) -> AsyncLease:
+        """See :meth:`RolloutClient.lease`; enter it with ``async with``."""
+        return AsyncLease(self._send_once, policy, holder=holder, ttl=ttl, wait=wait)
 
     async def info(self) -> ServerInfo:
         """See :meth:`RolloutClient.info`."""

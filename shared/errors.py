@@ -14,6 +14,7 @@
     |-- Overloaded              429  retry after ``retry_after`` seconds
     |-- EngineFailure           500  the engine failed while it worked on this request
     |-- EngineUnavailable       503  the engine cannot generate now; ``retry_after`` may say when
+    |-- InsufficientStorage     507  the server's disk or shared memory is full
     `-- ServerUnreachable       (client only) no answer came, or one that is not Tito's
 
 The server raises these and turns them into ``{"error": {...}}`` with the status code; the client
@@ -132,6 +133,10 @@ class EngineUnavailable(TitoError):
     code, status = "engine_unavailable", 503
 
 
+class InsufficientStorage(TitoError):
+    code, status = "insufficient_storage", 507
+
+
 class ServerUnreachable(TitoError):
     """Client only: the connection failed, or what answered does not speak this protocol."""
 
@@ -143,7 +148,7 @@ _BY_CODE: dict[str, type[TitoError]] = {
     for cls in (
         InvalidRequest, MalformedBody, Unauthorized, Forbidden, NotFound, Conflict,
         PreconditionFailed, BodyTooLarge, UnsupportedMediaType, WeightsRejected, Overloaded,
-        EngineFailure, EngineUnavailable,
+        EngineFailure, EngineUnavailable, InsufficientStorage,
     )
 }  # fmt: skip
 

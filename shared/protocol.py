@@ -14,17 +14,36 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 PROTOCOL_VERSION = 1
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/x-safetensors"
+DELTA = "application/x-tito-delta"
 
 DIGEST_HEADER = "x-tito-digest"
 DIGEST_TRAILER = "trailer"
 """Value of the digest header when the digest follows the last byte of the safetensors file."""
+FENCE_HEADER = "x-tito-fence"
+"""Carries the fencing number of the lease under which weights are published."""
+
+DEFAULT_POLICY = "default"
+POLICY_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""What a policy may be called: it becomes part of URLs, scopes and file names."""
+
+ADAPTER_CONFIG_KEY = "adapter_config"
+"""Key in a safetensors header's metadata under which a streamed LoRA adapter has PEFT's config."""
 
 MAX_GROUP_SIZE = 1024
 MAX_PROMPTS = 16384
@@ -40,6 +59,17 @@ class Purpose(StrEnum):
     """Sampler and trainer must see one distribution: temperature > 0, no truncation of it."""
     EVAL = "eval"
     """Anything goes, greedy decoding included; such samples must not be trained on."""
+
+
+class PauseMode(StrEnum):
+    """What becomes of samples in flight while new weights are loaded."""
+
+    KEEP = "keep"
+    """They go on under the new weights, their caches recomputed; spans tell which made what."""
+    DRAIN = "drain"
+    """They finish first, within a deadline."""
+    ABORT = "abort"
+    """They are returned as they are, with finish_reason ``abort``."""
 
 
 class ChatMessage(BaseModel):
@@ -112,10 +142,50 @@ class RolloutRequest(SamplingSettings):
     text: bool = Field(True, description="Decode completions for scoring and for eyes.")
     packed: bool = Field(False, description="Arrays as msgpack bin: int32 ids, float32 logprobs.")
 
+    policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy samples.")
+    version: int | None = Field(None, ge=0, description="Only if exactly this version is live.")
+    digest: str | None = Field(
+        None, pattern=r"^[0-9a-f]{32}$", description="Only if these weights are live."
+    )
+    min_version: int | None = Field(
+        None, ge=0, description="Only if this version or a later one is live."
+    )
+    trainer_version: int | None = Field(
+        None, ge=0, description="Version that the trainer has reached; with max_staleness."
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        validate_default=True,
+        description="Only if the live version is at most this far behind trainer_version.",
+    )
+    wait_seconds: float = Field(
+        0.0, ge=0.0, le=3600.0, description="How long to wait for these conditions to hold."
+    )
+
+    @field_validator("max_staleness")
+    @classmethod
+    def _pair(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # A trainer_version that was refused itself is not in there, and is reported already.
+        trainer_version = info.data.get("trainer_version", value)
+        if (trainer_version is None) != (value is None):
+            raise PydanticCustomError("pair", "set together with trainer_version, or neither")
+        return value
+
     def sampling(self) -> SamplingSettings:
         """The sampling part alone, as echoed in the answer."""
         names = SamplingSettings.model_fields
         return SamplingSettings(**{name: getattr(self, name) for name in names})
+
+
+class ReloadQuery(BaseModel):
+    """Query of ``POST /reload``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy to publish.")
+    mode: PauseMode = Field(PauseMode.KEEP, description="What becomes of samples in flight.")
+    drain_seconds: float = Field(60.0, gt=0.0, le=3600.0, description="How long drain may take.")
 
 
 class ReloadFromPath(BaseModel):

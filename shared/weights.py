@@ -14,7 +14,7 @@ against torn and mislabelled weights, not against forgery; bearer tokens are for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,9 @@ class TensorRange:
     end: int
 
 
-def encode_header(specs: Iterable[TensorSpec]) -> bytes:
+def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Length prefix and JSON header of a safetensors file that holds ``specs`` in this order."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:
         if spec.name in header:
@@ -101,6 +101,12 @@ def header_length(prefix: bytes) -> int:
             f"allowed: 2 to {MAX_HEADER_BYTES}"
         )
     return length
+
+
+def header_metadata(header: bytes) -> dict[str, str]:
+    """The free-form strings that a safetensors header may carry beside its tensors."""
+    metadata = orjson.loads(header).get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def parse_header(header: bytes) -> list[TensorRange]:
@@ -146,13 +152,15 @@ def checkpoint_digest(tensors: Iterable[tuple[TensorSpec, str]]) -> str:
     return whole.hexdigest()
 
 
-def stream_length(tensors: Sequence[LazyTensor]) -> int:
+def stream_length(tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None) -> int:
     """Bytes that :func:`stream_checkpoint` will yield, its digest trailer included."""
     specs = [tensor.spec for tensor in tensors]
-    return len(encode_header(specs)) + sum(spec.nbytes for spec in specs) + TRAILER_BYTES
+    return len(encode_header(specs, metadata)) + sum(spec.nbytes for spec in specs) + TRAILER_BYTES
 
 
-def stream_checkpoint(tensors: Sequence[LazyTensor]) -> Iterator[bytes | memoryview]:
+def stream_checkpoint(
+    tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces, then its digest as 32 hex characters.
 
     The digest comes last because it is known only when the last tensor has been produced.
@@ -160,7 +168,7 @@ def stream_checkpoint(tensors: Sequence[LazyTensor]) -> Iterator[bytes | memoryv
     Raises:
         ValueError: a tensor produced another number of bytes than its spec says.
     """
-    yield encode_header(tensor.spec for tensor in tensors)
+    yield encode_header((tensor.spec for tensor in tensors), metadata)
     hashes: list[tuple[TensorSpec, str]] = []
     for tensor in tensors:
         data = memoryview(tensor.load()).cast("B")

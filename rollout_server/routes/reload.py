@@ -1,24 +1,36 @@
-"""``POST /reload``: new weights, as a safetensors stream or a path that the server may read."""
+"""``POST /reload``: new weights, as a stream or a path that the server may read.
+
+The media type says what the body is: a safetensors file (full weights or, with PEFT's config in its
+metadata, a LoRA adapter), a delta, or a document that names a path.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
-from rollout_server.http import answer, read_model
-from rollout_server.routes.state import metrics_of, startup_of
+from rollout_server.auth import Caller, caller_with, publish_scope
+from rollout_server.http import answer, read_model, read_query
+from rollout_server.publishing import PublishOptions
+from rollout_server.routes.state import leases_of, startup_of
 from rollout_server.service import Service
 from shared.codec import media_type
 from shared.errors import BodyTooLarge, InvalidRequest, Problem
 from shared.protocol import (
+    DEFAULT_POLICY,
+    DELTA,
     DIGEST_HEADER,
     DIGEST_TRAILER,
+    FENCE_HEADER,
     JSON,
     SAFETENSORS,
     ReloadFromPath,
+    ReloadQuery,
     ReloadResult,
 )
 
@@ -26,40 +38,97 @@ router = APIRouter()
 
 _MAX_PATH_BODY_BYTES = 64 << 10
 _FILE = {"schema": {"type": "string", "format": "binary"}}
-
-
-@router.post(
-    "/reload",
-    summary="Publish new weights",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {SAFETENSORS: _FILE, JSON: {"schema": ReloadFromPath.model_json_schema()}},
-        }
+_BODY = {
+    "required": True,
+    "content": {
+        SAFETENSORS: _FILE,
+        DELTA: _FILE,
+        JSON: {"schema": ReloadFromPath.model_json_schema()},
     },
-)
-async def reload(request: Request) -> Response:
+}
+
+
+@router.post("/reload", summary="Publish new weights", openapi_extra={"requestBody": _BODY})
+async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with())]) -> Response:
     """Verified before anything is paused; answers with version, digest and timings."""
     service = startup_of(request).service
     service.check_ready()
-    if media_type(request.headers.get("content-type", "")) == SAFETENSORS:
-        result = await _from_stream(request, service)
-    else:
-        asked = await read_model(request, ReloadFromPath, _MAX_PATH_BODY_BYTES)
-        result = await service.publisher.publish_path(Path(asked.path), announced=asked.digest)
-    metrics_of(request).observe_reload(service.policy.name, result)
+    query = read_query(request, ReloadQuery)
+    caller.require(publish_scope(query.policy))
+    options = publish_options(request, caller, query)
+    match media_type(request.headers.get("content-type", "")):
+        case "application/x-safetensors":
+            result = await _from_stream(request, service, query, options)
+        case "application/x-tito-delta":
+            result = await _from_delta(request, service, query, options)
+        case _:
+            result = await _from_path(request, service, query, options)
     return answer(request, asdict(result))
 
 
-async def _from_stream(request: Request, service: Service) -> ReloadResult:
+def publish_options(request: Request, caller: Caller, query: ReloadQuery) -> PublishOptions:
+    """How a publish is done: under the caller's lease, if it has one."""
+    claim: dict[str, Any] = {"fence": _fence(request), "owner": caller.name}
+    leases = leases_of(request)
+    return PublishOptions(
+        publisher=caller.name,
+        check=partial(leases.check, query.policy, **claim),
+        commit=partial(leases.commit, query.policy, **claim),
+        mode=query.mode,
+        drain_seconds=query.drain_seconds,
+    )
+
+
+async def _from_stream(
+    request: Request, service: Service, query: ReloadQuery, options: PublishOptions
+) -> ReloadResult:
     announced = request.headers.get(DIGEST_HEADER)
     if announced not in (None, DIGEST_TRAILER) and not re.fullmatch("[0-9a-f]{32}", announced):
         problem = Problem(DIGEST_HEADER, announced, f"32 hex characters, or {DIGEST_TRAILER}")
         raise InvalidRequest("the announced digest cannot be one", problems=[problem])
+    _check_length(request, service)
+    trailer = announced == DIGEST_TRAILER
+    given: dict[str, Any] = {
+        "announced": None if trailer else announced,
+        "trailer": trailer,
+        "options": options,
+    }
+    if query.policy == DEFAULT_POLICY:
+        return await service.publisher.publish_stream(request.stream(), **given)
+    return await service.adapters.publish_stream(query.policy, request.stream(), **given)
+
+
+async def _from_delta(
+    request: Request, service: Service, query: ReloadQuery, options: PublishOptions
+) -> ReloadResult:
+    if query.policy != DEFAULT_POLICY:
+        problem = Problem("policy", query.policy, f"{DEFAULT_POLICY}; adapters are sent whole")
+        raise InvalidRequest("a delta changes full weights only", problems=[problem])
+    _check_length(request, service)
+    return await service.publisher.publish_delta(request.stream(), options=options)
+
+
+async def _from_path(
+    request: Request, service: Service, query: ReloadQuery, options: PublishOptions
+) -> ReloadResult:
+    asked = await read_model(request, ReloadFromPath, _MAX_PATH_BODY_BYTES)
+    path = Path(asked.path)
+    if query.policy == DEFAULT_POLICY:
+        return await service.publisher.publish_path(path, announced=asked.digest, options=options)
+    return await service.adapters.publish_path(
+        query.policy, path, announced=asked.digest, options=options
+    )
+
+
+def _check_length(request: Request, service: Service) -> None:
     length = int(request.headers.get("content-length", 0))
     if length > service.settings.max_upload_bytes:
         raise BodyTooLarge(f"{length} bytes; allowed: {service.settings.max_upload_bytes}")
-    trailer = announced == DIGEST_TRAILER
-    return await service.publisher.publish_stream(
-        request.stream(), announced=None if trailer else announced, trailer=trailer
-    )
+
+
+def _fence(request: Request) -> int | None:
+    value = request.headers.get(FENCE_HEADER)
+    if value is not None and not re.fullmatch("[0-9]{1,18}", value):
+        problem = Problem(FENCE_HEADER, value, "the number that the lease was given")
+        raise InvalidRequest("that cannot be a fencing number", problems=[problem])
+    return None if value is None else int(value)

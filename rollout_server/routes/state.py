@@ -6,6 +6,7 @@ from typing import cast
 
 from fastapi import Request
 
+from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
 from rollout_server.service import Startup
 
@@ -18,3 +19,8 @@ def startup_of(request: Request) -> Startup:
 def metrics_of(request: Request) -> Metrics:
     """The application's metrics."""
     return cast(Metrics, request.app.state.metrics)
+
+
+def leases_of(request: Request) -> Leases:
+    """Who may publish which policy; there also while the engine is not."""
+    return cast(Leases, request.app.state.leases)

@@ -1,17 +1,23 @@
-"""``/healthz``, ``/readyz``, ``/info`` and ``/metrics``: what operators and clients look at."""
+"""``/healthz``, ``/readyz``, ``/info`` and ``/metrics``: what operators and clients look at.
+
+The first two ask for no token, since probes have none; they tell nothing but whether it works.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from rollout_server.auth import caller_with
 from rollout_server.http import answer
 from rollout_server.routes.state import metrics_of, startup_of
 from shared.errors import EngineUnavailable
 
 router = APIRouter()
+
+_ANY_CALLER = [Depends(caller_with())]
 
 
 @router.get("/healthz", summary="The process is alive")
@@ -27,13 +33,13 @@ async def readyz(request: Request) -> Response:
     return answer(request, {"status": "ready"})
 
 
-@router.get("/info", summary="Model, tokenizer, live version and limits")
+@router.get("/info", summary="Model, tokenizer, live version and limits", dependencies=_ANY_CALLER)
 async def info(request: Request) -> Response:
     """What a client needs to know before it sends work."""
     return answer(request, asdict(startup_of(request).service.info()))
 
 
-@router.get("/metrics", summary="Prometheus metrics")
+@router.get("/metrics", summary="Prometheus metrics", dependencies=_ANY_CALLER)
 async def metrics(request: Request) -> Response:
     """In Prometheus' text form."""
     registry = metrics_of(request)

@@ -1,0 +1,222 @@
+"""LoRA policies: each publish is an immutable adapter beside the base weights.
+
+A PEFT adapter needs no pause: it is loaded under a name and a number that were never used before
+(cached keys and values are filed under the name), new requests run on it, and requests in flight
+keep the one they began with. An adapter that no request uses any more is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+from rollout_server import staging
+from rollout_server.adapter_files import (
+    WEIGHTS_FILE,
+    copy_adapter,
+    unpack_config,
+    verify_adapter,
+)
+from rollout_server.checkpoints import Manifest
+from rollout_server.engine import Adapter
+from rollout_server.policies import Policies, Policy, Publish, PublishState
+from rollout_server.publishing import Ended, PublishOptions, attempt, stage, to_its_end
+from rollout_server.spool import Spool, record_now
+from rollout_server.supervisor import Supervisor
+from shared.errors import Conflict
+from shared.protocol import DEFAULT_POLICY, ReloadResult
+
+log = logging.getLogger("tito.adapters")
+
+
+class AdapterPublisher:
+    """Publishes LoRA adapters, and keeps count of which of them are in use.
+
+    Args:
+        supervisor: runs the engine.
+        policies: where LoRA policies are added.
+        manifest: of the base model, which adapters must fit.
+        spool: where they are staged and committed.
+        max_rank: highest rank that the engine was started for; 0 if it takes no adapters.
+        limits: what may be uploaded, and from where.
+        ended: told of every publish that has come to an end.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        policies: Policies,
+        manifest: Manifest,
+        spool: Spool,
+        *,
+        max_rank: int,
+        limits: staging.UploadLimits,
+        ended: Ended = lambda _, __: None,
+    ) -> None:
+        self._supervisor = supervisor
+        self._policies = policies
+        self._manifest = manifest
+        self._spool = spool
+        self._max_rank = max_rank
+        self._limits = limits
+        self._ended = ended
+        self._applying = asyncio.Lock()
+        self._serial = itertools.count(1)
+        self._users: Counter[Adapter] = Counter()
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def publish_stream(
+        self,
+        name: str,
+        chunks: AsyncIterator[bytes],
+        *,
+        announced: str | None,
+        trailer: bool,
+        options: PublishOptions,
+    ) -> ReloadResult:
+        """Publish an adapter that arrives as a safetensors file with its config in the metadata.
+
+        Raises:
+            MalformedBody, WeightsRejected, BodyTooLarge, Conflict: nothing has changed.
+        """
+
+        async def fill(folder: Path) -> str | None:
+            file = folder / WEIGHTS_FILE
+            await staging.receive(chunks, file, self._limits.max_bytes)
+            digest = await asyncio.to_thread(staging.cut_trailer, file) if trailer else announced
+            await asyncio.to_thread(unpack_config, folder)
+            return digest
+
+        return await self._publish(name, fill, options)
+
+    async def publish_path(
+        self, name: str, path: Path, *, announced: str | None, options: PublishOptions
+    ) -> ReloadResult:
+        """Publish a PEFT adapter directory that the operator allowed."""
+
+        async def fill(folder: Path) -> str | None:
+            await asyncio.to_thread(copy_adapter, path, self._limits.allowed_dirs, folder)
+            return announced
+
+        return await self._publish(name, fill, options)
+
+    def restore(self, base: str) -> None:
+        """Make the adapters known that were committed on this base before a restart."""
+        for name in self._spool.policies():
+            if name == DEFAULT_POLICY or not (found := self._spool.versions(name, base)):
+                continue
+            record, folder = found[0]
+            adapter = self._adapter(name, record.version, folder)
+            self._policies.add(Policy(name, record.version, record.digest, adapter=adapter))
+
+    async def delete(self, name: str) -> None:
+        """Forget a LoRA policy and its adapters; requests in flight finish first.
+
+        Raises:
+            Conflict: it is the full policy, or in use.
+        """
+        policy = self._policies[name]
+        if policy.adapter is None:
+            raise Conflict(f"{name} is the model itself; only LoRA policies can be deleted")
+        if self._users[policy.adapter]:
+            raise Conflict(f"{name} is in use by {self._users[policy.adapter]} groups")
+        self._policies.remove(name)
+        await self._supervisor.current().remove_adapter(policy.adapter)
+        await asyncio.to_thread(self._spool.forget, name)
+
+    @contextlib.contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Keep an adapter for as long as a group is sampled from it."""
+        if adapter is None:
+            yield
+            return
+        self._users[adapter] += 1
+        try:
+            yield
+        finally:
+            self._users[adapter] -= 1
+            self._release_if_unused(adapter)
+
+    async def _publish(
+        self,
+        name: str,
+        fill: Callable[[Path], Awaitable[str | None]],
+        options: PublishOptions,
+    ) -> ReloadResult:
+        options.check()
+        if not self._max_rank:
+            raise Conflict("this server takes no LoRA adapters; start it with --max-loras 4")
+        policy = self._policies.get(name) or Policy(name, 0, "")
+        with attempt(policy, options, self._ended) as publish:
+            folder = self._spool.stage()
+            try:
+                with stage(publish, "upload"):
+                    announced = await fill(folder)
+            except BaseException:
+                self._spool.discard(folder)
+                raise
+            return await to_its_end(self._apply(policy, publish, folder, announced, options))
+
+    async def _apply(
+        self,
+        policy: Policy,
+        publish: Publish,
+        folder: Path,
+        announced: str | None,
+        options: PublishOptions,
+    ) -> ReloadResult:
+        try:
+            publish.state = PublishState.STAGED
+            base = self._policies.default.digest
+            with stage(publish, "verify"):
+                digest = await asyncio.to_thread(
+                    verify_adapter, folder, self._manifest, announced, base, self._max_rank
+                )
+                await asyncio.to_thread(self._spool.prepare, folder)
+            publish.state, publish.digest = PublishState.VERIFIED, digest
+            async with self._applying:
+                with options.commit():
+                    if base != self._policies.default.digest:
+                        raise Conflict("the base weights changed during the upload")
+                    return await self._go_live(policy, publish, folder, digest)
+        finally:
+            self._spool.discard(folder)
+
+    async def _go_live(
+        self, policy: Policy, publish: Publish, folder: Path, digest: str
+    ) -> ReloadResult:
+        publish.state, previous = PublishState.APPLYING, policy.adapter
+        version = max(policy.version, self._spool.newest_number(policy.name)) + 1
+        with stage(publish, "load"):
+            await self._supervisor.current().add_adapter(self._adapter("check", version, folder))
+        base = self._policies.default.digest
+        record = record_now(version, digest, base, publish.publisher)
+        target = self._spool.commit(folder, policy.name, record)
+        adapter = self._adapter(policy.name, version, target)
+        await policy.advance(publish, version, digest, adapter=adapter)
+        self._policies.add(policy)
+        if previous is not None:
+            self._release_if_unused(previous)
+        return ReloadResult(version, digest, publish.timings)
+
+    def _adapter(self, name: str, version: int, folder: Path) -> Adapter:
+        return Adapter(f"{name}@{version}", next(self._serial), folder)
+
+    def _release_if_unused(self, adapter: Adapter) -> None:
+        live = {policy.adapter for policy in self._policies}
+        if not self._users[adapter] and adapter not in live:
+            del self._users[adapter]
+            task = asyncio.create_task(self._release(adapter))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, adapter: Adapter) -> None:
+        with contextlib.suppress(Exception):  # an engine that has died holds no adapters
+            await self._supervisor.current().remove_adapter(adapter)
+        await asyncio.to_thread(self._spool.discard, adapter.folder)
+        log.info("adapter %s was released", adapter.name)

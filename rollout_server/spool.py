@@ -1,0 +1,186 @@
+"""Where checkpoints lie on the server's disk: being staged, or committed as a version.
+
+    ROOT/staging/00000007/...                     one folder for each publish under way
+    ROOT/policies/default/v00000012/record.json   a committed version, beside its files
+
+A commit is one rename, after everything in the folder has reached the disk, so a crash leaves
+either the whole version or none of it. The last few versions are kept. A spool that is not durable
+lives in scratch space, skips the waiting for the disk, and goes with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+log = logging.getLogger("tito.spool")
+
+_RECORD = "record.json"
+_SCRATCH = "scratch-"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of a committed version.
+
+    Attributes:
+        version: its number.
+        digest: digest of its canonical checkpoint.
+        base: digest of the model it belongs to, so that another model does not load it.
+        publisher: who published it.
+        committed_at: seconds since the epoch.
+    """
+
+    version: int
+    digest: str
+    base: str
+    publisher: str
+    committed_at: float
+
+
+class Spool:
+    """Folders for staging and committed versions, all on one filesystem.
+
+    Args:
+        root: a directory of this server alone.
+        durable: whether commits must survive the machine.
+        keep: committed versions of each policy that are kept; at least the live one.
+
+    Raises:
+        BlockingIOError: another server uses this directory.
+    """
+
+    def __init__(self, root: Path, *, durable: bool, keep: int) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(root)
+        self.root = root
+        self._durable = durable
+        self._keep = max(keep, 1)
+        self._staging = root / "staging"
+        shutil.rmtree(self._staging, ignore_errors=True)  # what a crash has left
+        self._staging.mkdir()
+        self._serial = itertools.count()
+
+    def stage(self) -> Path:
+        """A new empty folder for one publish."""
+        folder = self._staging / f"{next(self._serial):08d}"
+        folder.mkdir()
+        return folder
+
+    def discard(self, folder: Path) -> None:
+        """Remove a staged folder, if it was not committed."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def prepare(self, folder: Path) -> None:
+        """Make sure that a staged folder's files have reached the disk."""
+        if self._durable:
+            for file in folder.iterdir():
+                _sync(file)
+
+    def commit(self, folder: Path, policy: str, record: Record) -> Path:
+        """Turn a prepared folder into a version, all at once; returns where it now is."""
+        (folder / _RECORD).write_text(json.dumps(asdict(record)))
+        target = self._folder(policy, record.version)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self._durable:
+            _sync(folder / _RECORD)
+            _sync(folder)
+        folder.rename(target)
+        if self._durable:
+            _sync(target.parent)
+        return target
+
+    def retire(self, policy: str, live: int) -> None:
+        """Remove the versions of a policy that are older than those to be kept."""
+        for _, folder in self._versions(policy)[: -self._keep]:
+            if folder != self._folder(policy, live):
+                shutil.rmtree(folder)
+
+    def versions(self, policy: str, base: str) -> list[tuple[Record, Path]]:
+        """Committed versions of a policy on a given model, the newest first."""
+        found = [item for item in self._versions(policy) if item[0].base == base]
+        return found[::-1]
+
+    def policies(self) -> list[str]:
+        """Names of the policies that have committed versions here."""
+        return sorted({folder.parent.name for folder in (self.root / "policies").glob("*/v*")})
+
+    def forget(self, policy: str) -> None:
+        """Remove every version of a policy."""
+        shutil.rmtree(self.root / "policies" / policy, ignore_errors=True)
+
+    def newest_number(self, policy: str) -> int:
+        """The highest version ever committed here that is still on disk, or 0."""
+        return max((record.version for record, _ in self._versions(policy)), default=0)
+
+    def close(self) -> None:
+        """Let another server use the directory; a scratch spool is removed."""
+        if not self._durable:
+            shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+
+    def _folder(self, policy: str, version: int) -> Path:
+        return self.root / "policies" / policy / f"v{version:08d}"
+
+    def _versions(self, policy: str) -> list[tuple[Record, Path]]:
+        found = []
+        for folder in sorted((self.root / "policies" / policy).glob("v*")):
+            try:
+                found.append((Record(**json.loads((folder / _RECORD).read_text())), folder))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("%s is passed over: %s", folder, error)
+        return found
+
+
+def open_spool(spool_dir: Path | None, scratch_parent: Path, *, keep: int) -> Spool:
+    """The operator's spool directory, or a scratch spool that is gone after this process."""
+    if spool_dir is not None:
+        return Spool(spool_dir, durable=True, keep=keep)
+    scratch_parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(scratch_parent)
+    root = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=scratch_parent))
+    return Spool(root, durable=False, keep=1)
+
+
+def record_now(version: int, digest: str, base: str, publisher: str) -> Record:
+    """The record of a version that is committed now."""
+    return Record(version, digest, base, publisher, time.time())
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the scratch spools of servers that were killed; a live one holds its lock."""
+    for root in parent.glob(f"{_SCRATCH}*"):
+        try:
+            lock = _locked(root)
+        except OSError:
+            continue
+        shutil.rmtree(root, ignore_errors=True)
+        lock.close()
+
+
+def _locked(root: Path) -> IO[str]:
+    lock = (root / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise BlockingIOError(f"another server uses {root}") from None
+    return lock
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""Bringing bytes into a staging folder: from the network, or from directories that are allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_server.checkpoints import checkpoint_files
+from shared.errors import (
+    BodyTooLarge,
+    Forbidden,
+    InsufficientStorage,
+    InvalidRequest,
+    MalformedBody,
+    Problem,
+)
+from shared.weights import TRAILER_BYTES
+
+_WRITE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """What publishers may bring in.
+
+    Attributes:
+        allowed_dirs: resolved directories from which paths may be read.
+        max_bytes: largest upload.
+        max_uploads: uploads under way at once.
+    """
+
+    allowed_dirs: list[Path]
+    max_bytes: int
+    max_uploads: int
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Turn a full disk into an answer.
+
+    Raises:
+        InsufficientStorage: in place of the operating system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InsufficientStorage(
+            "the staging area is full; nothing has changed. Free space there, or choose another "
+            "place with --staging-dir or --spool-dir"
+        ) from error
+
+
+async def receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> None:
+    """Write an upload to a new file, off the event loop.
+
+    Raises:
+        BodyTooLarge: it exceeds ``max_bytes``.
+        InsufficientStorage: the disk is full.
+    """
+    received, pending = 0, bytearray()
+    with storage_errors(), path.open("wb", buffering=0) as file:
+        async for chunk in chunks:
+            received += len(chunk)
+            if received > max_bytes:
+                raise BodyTooLarge(f"the upload exceeds {max_bytes} bytes")
+            pending += chunk
+            if len(pending) >= _WRITE_BYTES:
+                await asyncio.to_thread(_write_all, file.fileno(), pending)
+                pending = bytearray()
+        await asyncio.to_thread(_write_all, file.fileno(), pending)
+
+
+def _write_all(descriptor: int, data: bytearray) -> None:
+    # An unbuffered write may be short just before the disk is full.
+    with open(descriptor, "wb", buffering=len(data) or 1, closefd=False) as out:
+        out.write(data)
+
+
+def cut_trailer(path: Path) -> str:
+    """Remove the digest that follows a safetensors file, and return it.
+
+    Raises:
+        MalformedBody: there is none.
+    """
+    with path.open("r+b") as file:
+        size = max(file.seek(0, 2) - TRAILER_BYTES, 0)
+        file.seek(size)
+        trailer = file.read()
+        file.truncate(size)
+    if len(trailer) < TRAILER_BYTES or not trailer.isalnum():
+        raise MalformedBody("the upload does not end with a digest of 32 hex characters")
+    return trailer.decode()
+
+
+def find_checkpoint(path: Path, allowed: list[Path]) -> list[Path]:
+    """The safetensors files at a path, links resolved.
+
+    Raises:
+        Forbidden: one of them lies outside every allowed directory.
+        InvalidRequest: there are none.
+    """
+    files = [file.resolve() for file in checkpoint_files(path.resolve())]
+    for file in files or [path.resolve()]:
+        if not any(file.is_relative_to(directory) for directory in allowed):
+            listed = ", ".join(map(str, allowed)) or "none (see --reload-dirs)"
+            raise Forbidden(f"{path} is outside the directories allowed: {listed}")
+    if not files:
+        problem = Problem("path", str(path), "a .safetensors file or a directory of them")
+        raise InvalidRequest("there is no checkpoint", problems=[problem])
+    return files
+
+
+def copy_in(files: list[Path], folder: Path) -> None:
+    """Copy checkpoint files into a staging folder, under names of ours.
+
+    Their owner may overwrite the originals at any time, and a restore will need these bytes.
+    """
+    with storage_errors():
+        for index, file in enumerate(files):
+            shutil.copyfile(file, folder / f"sent-{index:05d}.safetensors")

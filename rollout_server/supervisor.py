@@ -1,0 +1,160 @@
+"""Keeps an engine running: a dead one is replaced, and what waited for it runs again.
+
+The new engine gets the committed version, and checks it, before it serves anything. Requests that
+were in flight are replayed from their start - none of their tokens had been handed out - or
+answered 503 with Retry-After when their deadline is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollout_server.engine import Adapter, Completion, Engine, EngineDied
+from shared.errors import EngineUnavailable
+from shared.protocol import SamplingSettings
+
+log = logging.getLogger("tito.supervisor")
+
+_WATCH_S = 0.5
+_ATTEMPTS = 3
+_RETRY_AFTER_S = 10.0
+
+
+class Supervisor:
+    """Owns the engine. Not thread-safe: use it from one event loop.
+
+    Args:
+        build: constructs an engine; called in a thread, since it takes a while.
+        recovery_seconds: how long a request in flight waits for a new engine.
+
+    Attributes:
+        restore: puts the committed version into a new engine.
+    """
+
+    def __init__(self, build: Callable[[], Engine], *, recovery_seconds: float) -> None:
+        self._build = build
+        self._recovery_seconds = recovery_seconds
+        self._engine: Engine | None = None
+        self._recovery: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._lost: str | None = None
+        self.vocab_size = 0
+        self.restarts = 0
+        self.restore: Callable[[Engine], Awaitable[None]] | None = None
+
+    async def start(self) -> None:
+        """Build the first engine, and watch it."""
+        self._engine = await asyncio.to_thread(self._build)
+        self.vocab_size = self._engine.vocab_size
+        self._watcher = asyncio.create_task(self._watch())
+
+    def current(self) -> Engine:
+        """The running engine.
+
+        Raises:
+            EngineUnavailable: it is being replaced, or could not be.
+        """
+        if self._lost:
+            raise EngineUnavailable(self._lost)
+        if self._engine is None or self._engine.failure:
+            self._recover()
+            raise EngineUnavailable("the engine is restarting", retry_after=_RETRY_AFTER_S)
+        return self._engine
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSettings,
+        n: int,
+        adapter: Adapter | None = None,
+    ) -> list[Completion]:
+        """Sample n completions of one prompt, again on a new engine if this one dies meanwhile.
+
+        Raises:
+            EngineUnavailable: no engine came up within the recovery time.
+            EngineFailure: the engine failed on this prompt, but lives.
+        """
+        try:
+            async with asyncio.timeout(None) as deadline:
+                while True:
+                    engine = self._engine
+                    try:
+                        if engine is not None:
+                            return await engine.generate(prompt_ids, sampling, n, adapter)
+                    except EngineDied:
+                        log.warning("the engine died under a request, which will run again")
+                    if deadline.when() is None:
+                        now = asyncio.get_running_loop().time()
+                        deadline.reschedule(now + self._recovery_seconds)
+                    await self.replaced(engine)
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the engine died and was not replaced within {self._recovery_seconds} s",
+                retry_after=_RETRY_AFTER_S,
+            ) from None
+
+    async def replaced(self, dead: Engine | None) -> None:
+        """Wait until a dead engine has been replaced, and its successor holds the weights.
+
+        Raises:
+            EngineUnavailable: that failed repeatedly.
+        """
+        if dead is self._engine:  # else somebody has noticed before, and it is gone already
+            self._recover()
+        if self._recovery is not None:
+            await asyncio.shield(self._recovery)
+        if self._lost:
+            raise EngineUnavailable(self._lost)
+
+    async def close(self) -> None:
+        """Stop watching, and stop the engine."""
+        for task in (self._watcher, self._recovery):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+    def _recover(self) -> None:
+        if self._recovery is None:
+            self._recovery = asyncio.create_task(self._replace())
+
+    async def _watch(self) -> None:
+        """Notice a death even while nobody asks for anything."""
+        while not self._lost:
+            await asyncio.sleep(_WATCH_S)
+            if self._engine is not None and self._engine.failure:
+                self._recover()
+
+    async def _replace(self) -> None:
+        dead, self._engine = self._engine, None
+        log.error("the engine died: %s", dead.failure if dead else "it never came up")
+        if dead is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(dead.shutdown)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._engine = await self._fresh()
+            except Exception as error:
+                log.exception("attempt %d of %d to replace the engine failed", attempt, _ATTEMPTS)
+                reason = f"the engine died and could not be replaced: {error}"
+            else:
+                self.restarts += 1
+                self._recovery = None
+                log.info("the engine was replaced")
+                return
+        self._lost = reason
+
+    async def _fresh(self) -> Engine:
+        engine = await asyncio.to_thread(self._build)
+        try:
+            if self.restore is not None:
+                await self.restore(engine)
+        except BaseException:
+            await asyncio.to_thread(engine.shutdown)
+            raise
+        return engine

@@ -1,0 +1,266 @@
+"""Holding a policy's lease: the right to publish it, kept alive while a trainer works.
+
+    with client.lease("default", ttl=30) as lease:
+        client.reload(tensors, fence=lease.fence)
+
+A thread (a task, for the asynchronous client) sends a heartbeat every third of the time to live.
+``lease.fence`` raises Conflict as soon as the lease is known to be lost, or could be because no
+heartbeat was answered for its whole life; the server would refuse the publish anyway, but only
+after an upload. A heartbeat proves that the process lives, not that it makes progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, Self
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.codec import encode
+from shared.errors import (
+    Conflict,
+    EngineFailure,
+    EngineUnavailable,
+    MalformedBody,
+    ServerUnreachable,
+    TitoError,
+)
+from shared.protocol import MSGPACK
+
+_BEATS_PER_TTL = 3
+_RETRY_S = 1.0
+# What a later heartbeat may mend; any other refusal means that the lease is lost.
+_PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure)
+
+
+class LeaseRequest(BaseModel):
+    """Body of ``POST /policies/{name}/lease``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    holder: str | None = Field(
+        None, min_length=1, max_length=128, description="Who writes; the server thinks of a name."
+    )
+    ttl_seconds: float = Field(30.0, gt=0.0, description="Life without a heartbeat.")
+
+
+class LeaseRenewal(BaseModel):
+    """Body of ``POST /policies/{name}/lease/renew``: a heartbeat."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fence: int = Field(ge=0, description="The lease's fencing number.")
+
+
+class Send(Protocol):
+    """How a client sends one request; raises TitoError."""
+
+    def __call__(self, method: str, path: str, **request: Any) -> Any: ...
+
+
+class AsyncSend(Protocol):
+    """The same with ``await``."""
+
+    def __call__(self, method: str, path: str, **request: Any) -> Awaitable[Any]: ...
+
+
+def default_holder() -> str:
+    """A name that no other process has, and that says where to look for this one."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"[-128:]
+
+
+class _Held:
+    """What is known of a lease: its number, and until when it surely lives."""
+
+    def __init__(
+        self,
+        policy: str,
+        holder: str | None,
+        ttl: float,
+        wait: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self.holder = holder or default_holder()
+        self.ttl = ttl
+        self._wait = wait
+        self._clock = clock
+        self._fence: int | None = None
+        self._alive_until = 0.0
+        self._lost: TitoError | None = None
+
+    @property
+    def fence(self) -> int:
+        """The fencing number, for the ``fence`` argument of a publish.
+
+        Raises:
+            Conflict: the lease is lost, or nobody knows whether it is.
+        """
+        if self._fence is None:
+            raise Conflict(f"the lease of policy {self.policy!r} is not held; enter it first")
+        if self._lost is not None:
+            reason = f"the lease of policy {self.policy!r} was lost: {self._lost.message}"
+            raise Conflict(reason, details=self._lost.details)
+        if self._clock() > self._alive_until:
+            reason = f"no heartbeat of policy {self.policy!r} was answered for {self.ttl} s"
+            raise Conflict(reason, details={"fence": self._fence, "holder": self.holder})
+        return self._fence
+
+    @property
+    def _beat_s(self) -> float:
+        return self.ttl / _BEATS_PER_TTL
+
+    def _acquiring(self) -> dict[str, Any]:
+        return _post({"holder": self.holder, "ttl_seconds": self.ttl})
+
+    def _renewing(self) -> dict[str, Any]:
+        # An answer that takes longer is of no use, and would hold up the next heartbeat.
+        return {**_post({"fence": self._fence}), "timeout": self._beat_s}
+
+    def _acquired(self, document: Any, sent_at: float) -> None:
+        try:
+            self._fence = int(document["fence"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedBody(f"not an answer about a lease: {error!r}") from None
+        self._lost = None
+        self._renewed(sent_at)
+
+    def _renewed(self, sent_at: float) -> None:
+        # The server counts from when it answered, which is later: this errs on the safe side.
+        self._alive_until = sent_at + self.ttl
+
+    def _failed(self, error: TitoError) -> bool:
+        """Note a heartbeat that failed; whether there is any sense in a next one."""
+        if not isinstance(error, _PASSING):
+            self._lost = error
+        return self._lost is None
+
+    def _pause(self, error: Conflict, deadline: float) -> float:
+        """Seconds until somebody else's lease may be free; raises the error if that is too long."""
+        left = deadline - self._clock()
+        if error.retry_after is None or left <= 0:
+            raise error
+        return min(error.retry_after, left, _RETRY_S)
+
+    def _path(self) -> str:
+        return f"/policies/{quote(self.policy, safe='')}/lease"
+
+    def _releasing(self) -> str:
+        return f"{self._path()}?fence={self._fence}"
+
+
+class Lease(_Held):
+    """A lease as a context manager; made by :meth:`shared.client.RolloutClient.lease`.
+
+    Args:
+        send: sends one request.
+        policy: which one to write.
+        holder: a name to show; the same name of the same caller takes an earlier lease over.
+        ttl: seconds that it lives without a heartbeat.
+        wait: seconds to wait for somebody else's lease to end.
+    """
+
+    def __init__(
+        self, send: Send, policy: str, *, holder: str | None = None, ttl: float, wait: float = 0.0
+    ) -> None:
+        super().__init__(policy, holder, ttl, wait)
+        self._send = send
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        deadline = self._clock() + self._wait
+        while True:
+            sent_at = self._clock()
+            try:
+                self._acquired(self._send("POST", self._path(), **self._acquiring()), sent_at)
+                break
+            except Conflict as error:
+                time.sleep(self._pause(error, deadline))
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="tito-lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._thread is not None
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+        if self._lost is None:
+            # Whatever goes wrong here, the lease ends by itself.
+            with contextlib.suppress(TitoError):
+                self._send("DELETE", self._releasing(), timeout=self._beat_s)
+        self._fence = None
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            sent_at = self._clock()
+            try:
+                self._send("POST", f"{self._path()}/renew", **self._renewing())
+                self._renewed(sent_at)
+            except TitoError as error:
+                if not self._failed(error):
+                    return
+
+
+class AsyncLease(_Held):
+    """Asynchronous twin of :class:`Lease`. Heartbeats stop while the event loop is blocked."""
+
+    def __init__(
+        self,
+        send: AsyncSend,
+        policy: str,
+        *,
+        holder: str | None = None,
+        ttl: float,
+        wait: float = 0.0,
+    ) -> None:
+        super().__init__(policy, holder, ttl, wait)
+        self._send = send
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        deadline = self._clock() + self._wait
+        while True:
+            sent_at = self._clock()
+            try:
+                self._acquired(await self._send("POST", self._path(), **self._acquiring()), sent_at)
+                break
+            except Conflict as error:
+                await asyncio.sleep(self._pause(error, deadline))
+        self._task = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._task = None
+        if self._lost is None:
+            with contextlib.suppress(TitoError):
+                await self._send("DELETE", self._releasing(), timeout=self._beat_s)
+        self._fence = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            sent_at = self._clock()
+            try:
+                await self._send("POST", f"{self._path()}/renew", **self._renewing())
+                self._renewed(sent_at)
+            except TitoError as error:
+                if not self._failed(error):
+                    return
+
+
+def _post(document: dict[str, Any]) -> dict[str, Any]:
+    return {"content": encode(document, MSGPACK), "headers": {"content-type": MSGPACK}}

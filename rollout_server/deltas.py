@@ -26,7 +26,7 @@ from shared.delta_reader import OPENING_BYTES, parse_base, parse_delta
 from shared.errors import MalformedBody, Problem, WeightsRejected
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
-_THREADS = 8
+_THREADS = min(8, os.cpu_count() or 1)
 _EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF << 52}
 
 T = TypeVar("T")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout_server.settings import ServerSettings
+from rollout_server.worker_plugin import PARENT_VARIABLE
 from shared.errors import EngineFailure
 from shared.protocol import FinishReason, PauseMode, SamplingSettings
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tito.engine")
 
 _DEATH_POLL_S = 0.1
+_DEATH_POLLS = 20
 _PAUSE_MODES = {PauseMode.KEEP: "keep", PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort"}
 
 T = TypeVar("T")
@@ -141,10 +144,15 @@ class Engine(Protocol):
 class VLLMEngine:
     """vLLM's AsyncLLM, embedded. Construction loads the model and takes tens of seconds."""
 
+    worker_extension = "rollout_server.worker_plugin.WeightLoader"
+
     def __init__(self, settings: ServerSettings) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm: AsyncLLM = AsyncLLM.from_engine_args(_engine_args(settings))
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        self._llm: AsyncLLM = AsyncLLM.from_engine_args(
+            _engine_args(settings, self.worker_extension)
+        )
         self._ids = itertools.count()
 
     @property
@@ -218,14 +226,22 @@ class VLLMEngine:
             else:
                 return task.result()
         except Exception as error:
-            if not self._llm.errored:
+            if not await self._dies():
                 raise EngineFailure(f"the engine's workers refused: {error}") from error
         finally:
             task.cancel()
         raise EngineDied(str(self.failure))
 
+    async def _dies(self) -> bool:
+        """Whether a call failed because the engine is dying; calls fail before that shows."""
+        for _ in range(_DEATH_POLLS):
+            if self._llm.errored:
+                return True
+            await asyncio.sleep(_DEATH_POLL_S)
+        return False
 
-def _engine_args(settings: ServerSettings) -> Any:
+
+def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -249,7 +265,7 @@ def _engine_args(settings: ServerSettings) -> Any:
         seed=settings.seed,
         # Law 3: what is returned is the log-probability under the distribution sampled from.
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="rollout_server.worker_plugin.WeightLoader",
+        worker_extension_cls=worker_extension,
         disable_log_stats=True,
     )
 

@@ -8,6 +8,10 @@ data only, so nothing needs pickling.
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,26 @@ from rollout_server.weight_check import check_weights
 
 if TYPE_CHECKING:
     import torch
+
+
+PARENT_VARIABLE = "TITO_ENGINE_PARENT"
+
+
+def follow_server() -> None:
+    """End this engine process with the server that started it, however that ended.
+
+    vLLM calls this in each of its processes (``vllm.general_plugins``). Its own processes outlive a
+    server that was killed with SIGKILL, and would keep the GPU's memory from the next one.
+    """
+    server = int(os.environ.get(PARENT_VARIABLE, "0"))
+    if server and server != os.getpid():
+        threading.Thread(target=_end_with, args=(server,), daemon=True).start()
+
+
+def _end_with(server: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(server)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _StagedCheckpoint:

@@ -1,0 +1,67 @@
+"""Builders of rollouts, for tests that need no server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.protocol import Group, Rollout, Sample, Span
+from trainer.config import Config
+from trainer.config_file import parse_config
+
+
+def _sample(
+    group_id: int = 0,
+    completion: Sequence[int] = (5, 6),
+    *,
+    prompt: Sequence[int] = (1, 2, 3),
+    text: str | None = "7",
+    finish_reason: Any = "stop",
+    version: int = 4,
+    logprobs: Sequence[float] | None = None,
+) -> Sample:
+    values = logprobs if logprobs is not None else [-0.5] * len(completion)
+    return Sample(
+        group_id=group_id,
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.array(values, np.float32),
+        finish_reason=finish_reason,
+        version=version,
+        digest="d" * 32,
+        spans=(Span(version, "d" * 32, 0, len(completion)),),
+        text=text,
+    )
+
+
+def _rollout(groups: Sequence[Sequence[Sample]], **changes: Any) -> Rollout:
+    built = tuple(
+        Group(index, samples[0].prompt_ids, tuple(samples)) for index, samples in enumerate(groups)
+    )
+    fields: dict[str, Any] = {
+        "model": "m", "tokenizer": "t", "policy": "default", "sampling": {}, "groups": built,
+    }  # fmt: skip
+    return Rollout(**{**fields, **changes})
+
+
+def _config(**sections: Any) -> Config:
+    return parse_config({"model": {"path": "m"}, **sections})
+
+
+@pytest.fixture
+def make_sample() -> Callable[..., Sample]:
+    return _sample
+
+
+@pytest.fixture
+def make_rollout() -> Callable[..., Rollout]:
+    return _rollout
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Config]:
+    """A valid configuration; keyword arguments are sections."""
+    return _config

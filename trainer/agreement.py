@@ -1,0 +1,67 @@
+"""Refusals: samples of another distribution, vocabulary or policy than the trainer's.
+
+Training on any of them would go on without an error and teach something else than the rewards say.
+"""
+
+from __future__ import annotations
+
+from shared.protocol import ReloadResult, Rollout
+from trainer.errors import MismatchError
+
+NEUTRAL_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Settings that leave the model's distribution as the trainer computes it, but for temperature."""
+
+
+def refuse_other_tokenizer(theirs: str, ours: str) -> None:
+    """Raise unless both sides give every token id the same meaning.
+
+    Raises:
+        MismatchError: the fingerprints differ.
+    """
+    if theirs != ours:
+        raise MismatchError(
+            f"the server's tokenizer ({theirs}) is not that of model.path ({ours}): start the "
+            f"server with the model that is trained"
+        )
+
+
+def refuse_other_sampling(sampling: dict[str, object], *, temperature: float) -> None:
+    """Raise unless the samples were drawn as the trainer will score them.
+
+    Args:
+        sampling: settings as the server says it applied them.
+
+    Raises:
+        MismatchError: it names every setting that differs.
+    """
+    wanted = NEUTRAL_SAMPLING | {"temperature": temperature}
+    wrong = [
+        f"{name} is {sampling.get(name)}, not {value}"
+        for name, value in wanted.items()
+        if sampling.get(name) != value
+    ]
+    if wrong:
+        raise MismatchError(f"the samples have another distribution: {'; '.join(wrong)}")
+
+
+def refuse_other_policy(rollout: Rollout, live: ReloadResult) -> None:
+    """Raise unless every token was sampled from what this run published last.
+
+    Raises:
+        MismatchError: another writer has published, or the server has restarted.
+    """
+    for sample in rollout.samples:
+        for span in sample.spans:
+            if span.digest != live.digest:
+                raise MismatchError(
+                    f"the server sampled from version {span.version} ({span.digest}), this run "
+                    f"published {live.version} ({live.digest}): does another run publish to it, or "
+                    f"has it restarted? --resume publishes the last checkpoint again"
+                )

@@ -1,0 +1,183 @@
+"""Checkpoints from which a run goes on as if it had never stopped.
+
+    step-000040/
+      model/        safetensors and tokenizer, readable by transformers
+      trainer.pt    optimizer, scheduler and random states
+      state.json    step, data position, version and digest
+
+A checkpoint is written into a hidden directory, flushed to the disk and renamed, so one that can be
+seen is whole: a crash at any moment leaves the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.errors import CheckpointError
+
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run has come.
+
+    Attributes:
+        step: finished steps.
+        position: prompts consumed; where the data goes on.
+        version, digest: of the policy that the server had after that step, to find its samples by.
+            A resumed run gets a new version, since it publishes again.
+    """
+
+    step: int = 0
+    position: int = 0
+    version: int = 0
+    digest: str = ""
+
+
+def save_checkpoint(
+    root: Path,
+    reached: RunState,
+    *,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    keep: int,
+) -> Path:
+    """Write ``root/step-NNNNNN`` atomically, then delete all but the newest ``keep``.
+
+    Args:
+        model, tokenizer: have ``save_pretrained``.
+    """
+    target = root / f"{_PREFIX}{reached.step:06d}"
+    unfinished = root / f"{_UNFINISHED}{target.name}"
+    _clean(root)
+    (unfinished / "model").mkdir(parents=True)
+    model.save_pretrained(unfinished / "model")
+    tokenizer.save_pretrained(unfinished / "model")
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "random": random_states(),
+    }
+    torch.save(state, unfinished / "trainer.pt")
+    (unfinished / "state.json").write_text(json.dumps(asdict(reached)), encoding="utf-8")
+    _install(unfinished, target)
+    for old in _finished(root)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest_checkpoint(root: Path) -> Path:
+    """The newest complete checkpoint under ``root``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    finished = _finished(root)
+    if not finished:
+        raise CheckpointError(f"there is no checkpoint under {root} to resume from")
+    return finished[-1]
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """How far the run had come.
+
+    Raises:
+        CheckpointError: ``state.json`` is missing or malformed.
+    """
+    try:
+        return RunState(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}") from error
+
+
+def restore_trainer(
+    checkpoint: Path,
+    *,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """Bring optimizer, scheduler and all random states back; the model is loaded from ``model/``.
+
+    Raises:
+        CheckpointError: the file is unreadable, or the optimizer has other parameters.
+    """
+    try:
+        # weights_only: a checkpoint from elsewhere must not be able to run code.
+        state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        restore_random_states(state["random"])
+    except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+
+
+def random_states() -> dict[str, Any]:
+    """States of every generator a step may draw from: Python, numpy, torch and its GPUs."""
+    numpy = np.random.get_state(legacy=False)
+    key = numpy["state"]["key"].tolist()  # plain integers, which torch.load takes without pickle
+    return {
+        "python": random.getstate(),
+        "numpy": numpy | {"state": numpy["state"] | {"key": key}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Inverse of :func:`random_states`."""
+    random.setstate(states["python"])
+    numpy = states["numpy"]
+    key = np.array(numpy["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy | {"state": numpy["state"] | {"key": key}})
+    torch.set_rng_state(states["torch"])
+    # A run may move to a machine with another number of GPUs; none of their states fits then.
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _finished(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(root.glob(f"{_PREFIX}*"), key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def _clean(root: Path) -> None:
+    for leftover in root.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
+
+
+def _install(unfinished: Path, target: Path) -> None:
+    """Flush everything, then give it its name in one step."""
+    for path in _tree(unfinished):
+        _flush(path)
+    unfinished.rename(target)
+    _flush(target.parent)
+
+
+def _tree(root: Path) -> Iterator[Path]:
+    """Every file and directory under ``root``, and ``root`` itself, contents before containers."""
+    for directory, _, files in os.walk(root, topdown=False):
+        yield from (Path(directory) / name for name in files)
+        yield Path(directory)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""The trainer's commands.
+
+    python -m trainer train CONFIG.toml [section.key=value ...] [--resume] [--dry-run]
+    python -m trainer eval CONFIG.toml [section.key=value ...]
+    python -m trainer check URL
+    python -m trainer peek URL "question"
+    python -m trainer demo
+
+A mistake that a person can mend is told in its own words, without a traceback; ``--traceback``
+shows where it was raised. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from shared.client import RolloutClient
+from shared.errors import TitoError
+
+TOKEN_VARIABLE = "TITO_TOKEN"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parse(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        return int(args.command(args, console))
+    except TitoError as error:
+        if args.traceback:
+            raise
+        _print_error(error)
+        return 1
+    except KeyboardInterrupt:
+        if args.traceback:
+            raise
+        Console(stderr=True).print("interrupted", style="red")
+        return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    args, rest = parser.parse_known_args(arguments)
+    # argparse gives up on positional arguments after an option, and overrides may stand anywhere.
+    if any(item.startswith("-") or not hasattr(args, "overrides") for item in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, for help and for tests."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Train a model against a rollout server."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    _add_train(commands.add_parser("train", parents=[common], help="run the training loop"))
+    _add_eval(commands.add_parser("eval", parents=[common], help="accuracy of the served policy"))
+    _add_check(commands.add_parser("check", parents=[common], help="check a server's rollouts"))
+    _add_peek(commands.add_parser("peek", parents=[common], help="show a group of answers"))
+    _add_demo(commands.add_parser("demo", parents=[common], help="server and training, from zero"))
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="replace a setting of the file"
+    )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and stop"
+    )
+    parser.set_defaults(command=_train)
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.set_defaults(command=_eval)
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="e.g. http://127.0.0.1:8300")
+    parser.add_argument("--group-size", type=int, default=8, metavar="N")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="default: 512, or half of a smaller context"
+    )
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    _add_url(parser)
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="how many to ask")
+    parser.add_argument(
+        "--question", action="append", metavar="TEXT", help="ask this instead; may be repeated"
+    )
+    parser.set_defaults(command=_check)
+
+
+def _add_peek(parser: argparse.ArgumentParser) -> None:
+    _add_url(parser)
+    parser.add_argument("question")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.set_defaults(command=_peek)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR")
+    parser.set_defaults(command=_demo)
+
+
+# Each command imports its own modules: check and peek need no torch and should start at once.
+
+
+def _train(args: argparse.Namespace, console: Console) -> int:
+    from trainer.config_file import load_config, to_toml
+
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        console.print(Text(to_toml(config)), end="")
+        return 0
+    from trainer.train import train
+
+    train(config, resume=args.resume, console=console)
+    return 0
+
+
+def _eval(args: argparse.Namespace, console: Console) -> int:
+    from trainer.config_file import load_config
+    from trainer.errors import ConfigError
+    from trainer.evaluate import evaluate
+    from trainer.prompts import held_out_tasks
+    from trainer.rewards import load_reward
+    from trainer.run import connect
+
+    config = load_config(args.config, args.overrides)
+    if not config.evaluation.prompts:
+        raise ConfigError("evaluation.prompts is 0, so there is nothing to evaluate")
+    tasks, reward = held_out_tasks(config), load_reward(config.reward.function)
+    with connect(config) as client:
+        console.print(Text(str(evaluate(client, config, tasks, reward, step=0))))
+    return 0
+
+
+def _client(args: argparse.Namespace) -> RolloutClient:
+    return RolloutClient(args.url, token=os.environ.get(TOKEN_VARIABLE))
+
+
+def _max_tokens(args: argparse.Namespace, client: RolloutClient) -> int:
+    if args.max_tokens is not None:
+        return int(args.max_tokens)
+    return min(512, client.info().limits["max_model_len"] // 2)
+
+
+def _check(args: argparse.Namespace, console: Console) -> int:
+    from trainer.checks import check_server, default_questions, print_checks
+
+    questions = args.question or default_questions(args.prompts)
+    with _client(args) as client:
+        checks = check_server(
+            client,
+            questions=questions,
+            group_size=args.group_size,
+            max_tokens=_max_tokens(args, client),
+        )
+    print_checks(console, checks)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _peek(args: argparse.Namespace, console: Console) -> int:
+    from trainer.peek import peek
+
+    with _client(args) as client:
+        peek(
+            client,
+            console,
+            args.question,
+            group_size=args.group_size,
+            max_tokens=_max_tokens(args, client),
+            temperature=args.temperature,
+        )
+    return 0
+
+
+def _demo(args: argparse.Namespace, console: Console) -> int:
+    from trainer.demo import run_demo
+
+    return run_demo(args.out, console)
+
+
+def _print_error(error: TitoError) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text(f"error: {error}", style="red"))
+    console.print(Text("(--traceback shows where this was raised)", style="dim"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

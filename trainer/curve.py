@@ -1,0 +1,67 @@
+"""A run's learning curve, as an image and in the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What there is to draw, each a list of ``(step, value)``.
+
+    Attributes:
+        reward: mean reward of the training samples of each step.
+        accuracy: greedy accuracy on held-out problems, whenever it was measured.
+    """
+
+    reward: list[tuple[int, float]]
+    accuracy: list[tuple[int, float]]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_curve(run: Path) -> Curve:
+    """The curve of a run from the files in its directory."""
+    metrics = read_records(run / "metrics.jsonl")
+    evaluations = read_records(run / "evaluation.jsonl")
+    return Curve(
+        [(m["step"], m["reward_mean"]) for m in metrics if m["reward_mean"] is not None],
+        [(e["step"], e["greedy"]["accuracy"]) for e in evaluations],
+    )
+
+
+def save_curve(curve: Curve, path: Path) -> None:
+    """Draw the curve into a PNG file."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # a machine without a display must be able to draw too
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(*zip(*curve.reward, strict=True), label="reward of training samples", alpha=0.6)
+    axes.plot(*zip(*curve.accuracy, strict=True), "o-", label="held-out accuracy, greedy")
+    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def terminal_curve(curve: Curve, *, width: int = 80, height: int = 18) -> str:
+    """The curve in text characters, without colour."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.plot(*map(list, zip(*curve.reward, strict=True)), label="reward")
+    plotext.plot(*map(list, zip(*curve.accuracy, strict=True)), label="held-out accuracy")
+    plotext.ylim(0, 1)
+    plotext.xlabel("step")
+    plotext.plot_size(width, height)
+    plotext.theme("clear")
+    return str(plotext.build())

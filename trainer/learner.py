@@ -1,0 +1,118 @@
+"""What learns: model, optimizer and schedule, built from a configuration or from a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from shared.tokens import tokenizer_fingerprint
+from trainer.checkpoint import restore_trainer
+from trainer.config import Config, OptimizerConfig
+from trainer.errors import ConfigError
+from trainer.objective import Objective
+from trainer.policy import load_policy, load_reference
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The trained model and everything that changes with it.
+
+    Attributes:
+        reference: the frozen model that the KL is measured against; None when beta is 0.
+        fingerprint: of the tokenizer, to be compared with the server's.
+        pad_id: fills the batch; nothing depends on which id it is.
+    """
+
+    model: PreTrainedModel
+    reference: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.AdamW
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    objective: Objective
+    device: torch.device
+    fingerprint: str
+    pad_id: int
+
+
+def build_learner(config: Config, checkpoint: Path | None) -> Learner:
+    """Load the model, from ``checkpoint`` if the run goes on from one, with its optimizer.
+
+    Random states come from the checkpoint or the seed, and are set last, because loading draws.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+        CheckpointError: the checkpoint does not fit.
+    """
+    device = torch.device(_device(config.model.device))
+    objective = config.objective.resolve(config.rollout.max_tokens)
+    source = str(checkpoint / "model") if checkpoint else config.model.path
+    model, tokenizer = _load(source, config, device)
+    reference = None
+    if objective.beta > 0:
+        dtype = getattr(torch, config.model.dtype)
+        reference = load_reference(config.model.path, dtype=dtype, device=device)
+    optimizer = build_optimizer(model, config.optimizer)
+    scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
+    if checkpoint:
+        restore_trainer(checkpoint, optimizer=optimizer, scheduler=scheduler)
+    else:
+        seed_everything(config.train.seed)
+    return Learner(
+        model=model,
+        reference=reference,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        objective=objective,
+        device=device,
+        fingerprint=tokenizer_fingerprint(tokenizer),
+        pad_id=tokenizer.pad_token_id or 0,
+    )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load(
+    source: str, config: Config, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        model = load_policy(source, dtype=getattr(torch, config.model.dtype), device=device)
+        return model, AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model {source}: {error}") from error
+
+
+def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, warmup_updates: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up to the full rate in update number ``warmup_updates``, then constant."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: min(1.0, (update + 1) / max(warmup_updates, 1))
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that a step, or a user's reward, may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,113 @@
+"""The figures of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.protocol import Rollout, Sample
+from trainer.checks import truncated_share
+from trainer.ledger import Fate, StepLedger
+from trainer.rewards import Outcome, Score
+from trainer.update import Update
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``; shares lie between 0 and 1.
+
+    Attributes:
+        reward_mean, reward_spread: over scored samples; NaN when there are none. The spread is the
+            standard deviation over all of them.
+        useful_groups: share of groups that are trained.
+        truncated: share of samples that hit max_tokens.
+        length: mean completion length in tokens.
+        updates, loss, kl_sampler, kl_reference, ratio, clipped, gradient_norm, learning_rate: see
+            :class:`trainer.update.Update`.
+        sampled_version: of the oldest policy in the rollout.
+        staleness: versions between that one and the one trained.
+        version: of the policy that the server has after the step.
+        tokens_per_second: completion tokens over the step's whole time.
+        rollout_seconds, update_seconds, publish_seconds: parts of the step; scoring is in the
+            second.
+    """
+
+    step: int
+    reward_mean: float
+    reward_spread: float
+    useful_groups: float
+    truncated: float
+    length: float
+    updates: int
+    loss: float
+    kl_sampler: float
+    kl_reference: float
+    ratio: float
+    clipped: float
+    gradient_norm: float
+    learning_rate: float
+    sampled_version: int
+    staleness: int
+    version: int
+    tokens_per_second: float
+    rollout_seconds: float
+    update_seconds: float
+    publish_seconds: float
+
+
+def measure(
+    rollout: Rollout,
+    outcomes: Sequence[Sequence[Outcome]],
+    accounts: StepLedger,
+    update: Update,
+    *,
+    trained_version: int,
+    served_version: int,
+    times: Sequence[float],
+) -> StepMetrics:
+    """Put a step's figures together.
+
+    Args:
+        trained_version, served_version: of the policy before and after the step.
+        times: clock readings in seconds: at the start, and after rollout, update and publishing.
+    """
+    reward_mean, reward_spread = reward_statistics(outcomes)
+    oldest = min(span.version for sample in rollout.samples for span in sample.spans)
+    rollout_seconds, update_seconds, publish_seconds = np.diff(times).tolist()
+    return StepMetrics(
+        step=accounts.step,
+        reward_mean=reward_mean,
+        reward_spread=reward_spread,
+        useful_groups=accounts.groups.get(Fate.TRAINED, 0) / accounts.prompts,
+        truncated=truncated_share(rollout.samples),
+        length=mean_length(rollout.samples),
+        updates=update.updates,
+        loss=update.loss,
+        kl_sampler=update.kl_sampler,
+        kl_reference=update.kl_reference,
+        ratio=update.ratio,
+        clipped=update.clipped,
+        gradient_norm=update.gradient_norm,
+        learning_rate=update.learning_rate,
+        sampled_version=oldest,
+        staleness=trained_version - oldest,
+        version=served_version,
+        tokens_per_second=accounts.received_tokens / (times[-1] - times[0]),
+        rollout_seconds=rollout_seconds,
+        update_seconds=update_seconds,
+        publish_seconds=publish_seconds,
+    )
+
+
+def reward_statistics(outcomes: Sequence[Sequence[Outcome]]) -> tuple[float, float]:
+    """Mean and population standard deviation of all scores; NaN and NaN without any."""
+    scores = [o.value for group in outcomes for o in group if isinstance(o, Score)]
+    return (float(np.mean(scores)), float(np.std(scores))) if scores else (math.nan, math.nan)
+
+
+def mean_length(samples: Sequence[Sample]) -> float:
+    """Mean number of completion tokens."""
+    return float(np.mean([len(sample.completion_ids) for sample in samples]))

@@ -1,0 +1,149 @@
+"""What a person sees of a run: one line a step, ``metrics.jsonl`` and TensorBoard files.
+
+The loss is written to the files and kept out of the line: while every sample comes from the policy
+being trained, the ratio is 1, advantages of a group sum to 0, and the value of the loss is near 0
+however much its gradient teaches. Rewards tell whether the run learns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.text import Text
+from torch.utils.tensorboard import SummaryWriter
+
+from trainer.checks import MAX_TRUNCATED_SHARE
+from trainer.evaluate import Evaluation
+from trainer.metrics import StepMetrics
+
+LOSS_NOTE = (
+    "The loss is left out of these lines: for samples of the policy itself it is near 0 by "
+    "construction, also while the policy learns. Watch the reward."
+)
+
+
+def step_line(metrics: StepMetrics, steps: int) -> Text:
+    """The line for one step; what needs attention is in colour and marked with ``!``."""
+    m = metrics
+    line = Text(f"step {m.step:>{len(str(steps))}}/{steps}  ")
+    line.append(f"reward {m.reward_mean:.3f} ±{m.reward_spread:.2f}", style="bold")
+    line.append(f"  useful {m.useful_groups:4.0%}", style="yellow" if not m.useful_groups else "")
+    mark, style = ("!", "red") if m.truncated > MAX_TRUNCATED_SHARE else ("", "")
+    line.append(f"  truncated {m.truncated:.0%}{mark}", style)
+    line.append(f"  length {m.length:.1f}")
+    line.append(_update_part(m) if m.updates else "  no update")
+    line.append(f"  {m.tokens_per_second:.0f} tok/s  stale {m.staleness}  v{m.version}", "dim")
+    return line
+
+
+def _update_part(m: StepMetrics) -> str:
+    reference = "" if math.isnan(m.kl_reference) else f"  kl(ref) {m.kl_reference:.4f}"
+    return f"{reference}  kl(old) {m.kl_sampler:.4f}  ratio {m.ratio:.3f}  clipped {m.clipped:.1%}"
+
+
+class ProgressLog:
+    """Writes a run's metrics to the console, ``metrics.jsonl`` and TensorBoard; a context manager.
+
+    Args:
+        directory: where the files go.
+        steps: how many the run will have.
+        resumed_step: finished steps of the run that this one continues; later records, of steps
+            that were lost and will be made again, are removed.
+        console: where lines go; plain text unless it is a terminal.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        steps: int,
+        *,
+        resumed_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._directory = directory
+        self._steps = steps
+        self._told: set[str] = set()
+        for name in ("metrics.jsonl", "ledger.jsonl", "evaluation.jsonl"):
+            forget_later_steps(directory / name, resumed_step)
+        self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(directory / "tensorboard", purge_step=resumed_step + 1)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one step everywhere."""
+        record = asdict(metrics)
+        self._metrics.write(json.dumps(_without_nan(record)) + "\n")
+        self._metrics.flush()
+        for name, value in record.items():
+            if name != "step" and not math.isnan(value):
+                self._board.add_scalar(f"train/{name}", value, metrics.step)
+        self.console.print(step_line(metrics, self._steps))
+
+    def evaluation(self, found: Evaluation) -> None:
+        """Record a measurement of accuracy."""
+        with (self._directory / "evaluation.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(found)) + "\n")
+        self._board.add_scalar("evaluation/greedy", found.greedy.accuracy, found.step)
+        if found.sampled:
+            self._board.add_scalar("evaluation/sampled", found.sampled.accuracy, found.step)
+        self.say(str(found), "bold green")
+
+    def say(self, message: str, style: str = "") -> None:
+        """Print a line as it is: text of models and users is never read as markup."""
+        self.console.print(Text(message, style=style))
+
+    def problem(self, name: str, found: str | None) -> None:
+        """Print a problem when it appears, not in every step that it lasts; None ends it."""
+        if found is None:
+            self._told.discard(name)
+        elif name not in self._told:
+            self._told.add(name)
+            self.say(f"warning: {name}: {found}", "yellow")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """On a terminal, show what the run is busy with."""
+        if self.console.is_terminal:
+            with self.console.status(name):
+                yield
+        else:
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._metrics.close()
+        self._board.close()
+
+
+def forget_later_steps(path: Path, last_step: int) -> None:
+    """Drop the records after ``last_step``, and a line that a crash cut off, from a JSONL file."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _without_nan(record: dict[str, float]) -> dict[str, float | None]:
+    # JSON has no NaN; a reader in another language must not choke on the file.
+    return {name: None if math.isnan(value) else value for name, value in record.items()}

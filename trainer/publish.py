@@ -1,0 +1,79 @@
+"""From the model being trained to the tensors that the rollout server loads.
+
+Tensors are named and shaped as in the checkpoint on disk. Each is cast and copied to host memory
+when it is about to be sent and forgotten afterwards, so publishing never needs a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shared.client import RolloutClient
+from shared.protocol import ReloadResult
+from shared.weights import LazyTensor, TensorSpec
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Produces one tensor's bytes, on demand."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+    def __call__(self) -> memoryview:
+        host = self.tensor.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        # numpy has no bfloat16, so the bytes are viewed before they leave torch.
+        return host.flatten().view(torch.uint8).numpy().data
+
+
+def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]:
+    """Every tensor of the model's checkpoint, to be loaded one by one.
+
+    Args:
+        model: parameters and persistent buffers are named as in its checkpoint.
+        dtype: what floating-point tensors are cast to; others keep their type.
+
+    A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
+    """
+    return [_lazy(name, tensor, dtype) for name, tensor in _distinct(model)]
+
+
+def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    seen: set[int] = set()
+    # keep_vars leaves the parameters themselves in the dict, so that identity shows what is tied.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
+    target = dtype if tensor.is_floating_point() else tensor.dtype
+    spec = TensorSpec(name, _SAFETENSORS_NAMES[target], tuple(tensor.shape))
+    return LazyTensor(spec, _Load(tensor, target))
+
+
+def publish(client: RolloutClient, model: nn.Module, dtype: torch.dtype) -> ReloadResult:
+    """Make the server sample from ``model``; returns the version that it now serves.
+
+    Raises:
+        WeightsRejected: the server refused them and still serves what it served before.
+    """
+    return client.reload(checkpoint_tensors(model, dtype))

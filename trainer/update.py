@@ -1,0 +1,198 @@
+"""From scored samples to a changed model: advantages, batch, loss, AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.protocol import Rollout, Sample
+from trainer.advantages import group_advantages
+from trainer.batch import Batch, collate, micro_batches
+from trainer.config import Config
+from trainer.errors import TrainerError
+from trainer.grpo import LossSums, policy_loss, token_weights
+from trainer.kl import kl_to_reference
+from trainer.learner import Learner
+from trainer.ledger import NEVER_SCORED, Fate
+from trainer.policy import token_logprobs
+from trainer.rewards import Outcome, Score
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the optimizer did with one rollout; figures are means over its updates.
+
+    Attributes:
+        updates: 0 when nothing was worth training on; every other figure is then NaN or 0.
+        loss_tokens: tokens that bore loss, counted from the batch's mask.
+        loss: value of the objective.
+        kl_sampler: KL(sampler || policy), nats per token, estimator k3.
+        kl_reference: KL(policy || reference), nats per token; NaN without a reference.
+        ratio: policy / sampler, mean over tokens.
+        clipped: share of tokens whose ratio was clipped.
+        gradient_norm: before clipping.
+        learning_rate: of the last update.
+    """
+
+    updates: int = 0
+    loss_tokens: int = 0
+    loss: float = math.nan
+    kl_sampler: float = math.nan
+    kl_reference: float = math.nan
+    ratio: float = math.nan
+    clipped: float = math.nan
+    gradient_norm: float = math.nan
+    learning_rate: float = math.nan
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Samples with a signal, and the advantage of each, float32 ``[N]``."""
+
+    samples: list[Sample]
+    advantages_N: Tensor
+
+
+def training_set(
+    rollout: Rollout,
+    outcomes: Sequence[Sequence[Outcome]],
+    fates: Sequence[Sequence[Fate]],
+    learner: Learner,
+) -> TrainingSet:
+    """Advantages within each group, and the samples that are trained.
+
+    Advantages are computed over all samples that were scored, before any of them is set aside, so
+    that a baseline is that of its whole group and a batch's spread that of its whole batch.
+
+    Args:
+        outcomes, fates: by group and sample, in the rollout's order.
+    """
+    flat = zip(
+        rollout.samples,
+        [outcome for group in outcomes for outcome in group],
+        [fate for group in fates for fate in group],
+        strict=True,
+    )
+    scored = [
+        (sample, outcome.value, fate)
+        for sample, outcome, fate in flat
+        if isinstance(outcome, Score) and fate not in NEVER_SCORED
+    ]
+    advantages_N = group_advantages(
+        torch.tensor([reward for _, reward, _ in scored]),
+        torch.tensor([sample.group_id for sample, _, _ in scored], dtype=torch.int64),
+        baseline=learner.objective.baseline,
+        scale=learner.objective.scale,
+    )
+    kept = [index for index, (_, _, fate) in enumerate(scored) if fate is Fate.TRAINED]
+    return TrainingSet([scored[index][0] for index in kept], advantages_N[kept])
+
+
+def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
+    """Update the model ``updates_per_rollout`` times, each time with all chosen samples.
+
+    Raises:
+        TrainerError: the gradient is not finite. The model is as it was before that update.
+    """
+    if not chosen.samples:
+        return Update()
+    whole = collate(chosen.samples, learner.pad_id)
+    # One denominator for the whole step, so that splitting it changes nothing.
+    weights_NT = token_weights(
+        whole.completion_mask,
+        learner.objective.reduction,
+        constant_length=learner.objective.constant_length,
+    )
+    # A row longer than the limit gets a micro-batch to itself rather than ending the run.
+    limit = max(config.train.micro_batch_tokens, int(whole.lengths.max()))
+    parts = [part.to(learner.device) for part in micro_batches(whole, limit)]
+    temperature = config.rollout.temperature
+    references = [_reference_logprobs(learner, part, temperature) for part in parts]
+    tally = _Tally()
+    for _ in range(config.train.updates_per_rollout):
+        for part, reference in zip(parts, references, strict=True):
+            logprobs = _logprobs(learner.model, part, temperature)
+            loss, sums = policy_loss(
+                learner.objective,
+                logprobs=logprobs,
+                old_logprobs=part.old_logprobs,
+                sampler_logprobs=part.sampler_logprobs,
+                advantages=part.take(chosen.advantages_N),
+                mask=part.completion_mask,
+                weights=part.take(weights_NT),
+                ref_logprobs=reference,
+            )
+            torch.autograd.backward(loss)
+            tally.add(sums, _kl_from_sampler(part, logprobs))
+        tally.norms.append(_step_optimizer(learner, config.optimizer.max_gradient_norm))
+    return tally.summary(learner)
+
+
+def _logprobs(model: PreTrainedModel, part: Batch, temperature: float) -> Tensor:
+    return token_logprobs(
+        model,
+        part.input_ids,
+        part.attention_mask,
+        temperature=temperature,
+        mask=part.completion_mask,
+    )
+
+
+def _reference_logprobs(learner: Learner, part: Batch, temperature: float) -> Tensor | None:
+    if learner.reference is None:
+        return None
+    with torch.no_grad():
+        return _logprobs(learner.reference, part, temperature)
+
+
+def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
+    """KL(sampler || policy) by k3, summed over completion tokens."""
+    sampler, policy = part.sampler_logprobs, logprobs.detach()
+    return kl_to_reference("k3_forward", sampler, policy, sampler)[part.completion_mask].sum()
+
+
+def _step_optimizer(learner: Learner, max_norm: float) -> float:
+    """Clip, step, and clear the gradient; returns its norm before clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters(), max_norm)
+    if not torch.isfinite(norm):
+        # Stepping would fill the model with NaN, and every later step would be for nothing.
+        raise TrainerError(
+            f"the gradient's norm is {norm.item()}: lower optimizer.lr, or look at the last rewards"
+        )
+    learner.optimizer.step()
+    learner.scheduler.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+class _Tally:
+    """Sums over the micro-batches of all updates of one rollout."""
+
+    def __init__(self) -> None:
+        self.sums: LossSums | None = None
+        self.drift = torch.tensor(0.0)
+        self.norms: list[float] = []
+
+    def add(self, sums: LossSums, drift: Tensor) -> None:
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.drift = self.drift.to(drift) + drift
+
+    def summary(self, learner: Learner) -> Update:
+        assert self.sums is not None
+        means, updates = self.sums.metrics(), len(self.norms)
+        return Update(
+            updates=updates,
+            loss_tokens=int(means["tokens"]) // updates,
+            loss=means["loss"] / updates,
+            kl_sampler=float(self.drift) / max(means["tokens"], 1.0),
+            kl_reference=means["kl"] if learner.reference else math.nan,
+            ratio=means["ratio"],
+            clipped=means["clipped_low"] + means["clipped_high"],
+            gradient_norm=sum(self.norms) / updates,
+            learning_rate=learner.optimizer.param_groups[0]["lr"],
+        )

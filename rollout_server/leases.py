@@ -14,44 +14,18 @@ trainer whose server was restarted goes on, and one that died meanwhile is soon 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollout_server.lease_file import Lease, first_number, read_leases, write_leases
 from shared.errors import Conflict, Forbidden, InvalidRequest, Problem
 
 _FILE = "leases.json"
 _COMMIT_RETRY_S = 1.0
-
-
-class LeaseFileError(ValueError):
-    """The file of leases cannot be used; starting without it could hand out a number twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to publish a policy, for a while.
-
-    Attributes:
-        policy: its name.
-        holder: which process writes, for people to read; a new process has a new one.
-        owner: name of the caller who acquired it; nobody else can use it.
-        fence: the fencing number.
-        ttl_s: seconds that it lives without a heartbeat.
-        expires_at: when it runs out, on the clock of :class:`Leases`.
-    """
-
-    policy: str
-    holder: str
-    owner: str
-    fence: int
-    ttl_s: float
-    expires_at: float
 
 
 class Leases:
@@ -81,10 +55,10 @@ class Leases:
         self._clock = clock
         self._lock = threading.Lock()
         self._committing: set[str] = set()
-        self._last_fence: int = _first_number()
+        self._last_fence = first_number()
         self._leases: dict[str, Lease] = {}
         if self._file is not None:
-            self._last_fence, self._leases = _read(self._file, clock())
+            self._last_fence, self._leases = read_leases(self._file, clock())
 
     def acquire(self, policy: str, holder: str, ttl_s: float, *, owner: str) -> Lease:
         """Become the one writer of a policy.
@@ -223,47 +197,9 @@ class Leases:
     def _keep(self, last_fence: int, leases: dict[str, Lease]) -> None:
         """Write first, believe it afterwards: a number that is not on the disk is not given."""
         if self._file is not None:
-            _write(self._file, last_fence, leases)
+            write_leases(self._file, last_fence, leases)
         self._last_fence, self._leases = last_fence, leases
 
 
 def _without(leases: dict[str, Lease], policy: str) -> dict[str, Lease]:
     return {name: lease for name, lease in leases.items() if name != policy}
-
-
-def _first_number() -> int:
-    # Where nothing is remembered, trainers of an earlier life may still be about. Milliseconds of
-    # the wall clock lie above any number that it can have come to.
-    return time.time_ns() // 1_000_000
-
-
-def _read(file: Path, now: float) -> tuple[int, dict[str, Lease]]:
-    """Last number and leases of a file; a server that starts for the first time has none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        leases = [Lease(**lease, expires_at=now + lease["ttl_s"]) for lease in document["leases"]]
-        return int(document["last_fence"]), {lease.policy: lease for lease in leases}
-    except FileNotFoundError:
-        return _first_number(), {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LeaseFileError(f"the leases in {file} cannot be read: {error!r}") from None
-
-
-def _write(file: Path, last_fence: int, leases: dict[str, Lease]) -> None:
-    """Replace the file in one step, on the disk and not only in its cache."""
-    written = [
-        {key: value for key, value in asdict(lease).items() if key != "expires_at"}
-        for lease in leases.values()
-    ]
-    fresh = file.with_suffix(".new")
-    with fresh.open("w", encoding="utf-8") as out:
-        json.dump({"last_fence": last_fence, "leases": written}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    fresh.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

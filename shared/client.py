@@ -14,38 +14,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from shared.codec import decode, encode, media_type, rollout_from_wire
-from shared.errors import EngineUnavailable, MalformedBody, ServerUnreachable, TitoError, from_wire
-from shared.lease import AsyncLease, Lease
-from shared.protocol import (
-    DEFAULT_POLICY,
-    DIGEST_HEADER,
-    DIGEST_TRAILER,
-    FENCE_HEADER,
-    MSGPACK,
-    PROTOCOL_VERSION,
-    SAFETENSORS,
-    ReloadResult,
-    Rollout,
-    ServerInfo,
+from shared import calls
+from shared.calls import Call, Pieces, PromptLike, Target
+from shared.codec import decode, media_type
+from shared.delta_sender import DeltaBase
+from shared.errors import (
+    Conflict,
+    EngineUnavailable,
+    MalformedBody,
+    Overloaded,
+    ServerUnreachable,
+    TitoError,
+    from_wire,
 )
-from shared.weights import LazyTensor, stream_checkpoint, stream_length
+from shared.lease import AsyncLease, Lease
+from shared.protocol import DEFAULT_POLICY, MSGPACK, ReloadResult, Rollout, Sample, ServerInfo
+from shared.resume import Continuation, continuations, joined
+from shared.weights import LazyTensor
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
-_ATTEMPTS = 4
-_FIRST_DELAY_S = 0.25
+_DELAYS_S = (0.25, 0.5, 1.0)
 _POLL_S = 0.25
+_RESUMED_AT_ONCE = 64
+
+T = TypeVar("T")
 
 
 class _Exchange:
-    """What both clients share: how requests are written and answers are read."""
+    """What both clients share: how requests are addressed and answers are read."""
 
     def __init__(self, url: str, token: str | None, timeout: float | None) -> None:
         self.url = url.rstrip("/")
@@ -76,60 +78,21 @@ class _Exchange:
         return ServerUnreachable(f"no answer from {self.url}: {reason}")
 
 
-def _rollout_body(prompts: Sequence[PromptLike], settings: Mapping[str, Any]) -> bytes:
-    return encode({"prompts": _plain(prompts), "packed": True, **settings}, MSGPACK)
+def _delays(call: Call[Any]) -> tuple[float | None, ...]:
+    """Seconds to wait after each attempt that fails; None ends it."""
+    return (*_DELAYS_S, None) if call.repeatable else (None,)
 
 
-def _plain(value: Any) -> Any:
-    """Tuples, mappings and numpy arrays as the lists and dicts that msgpack writes."""
-    if isinstance(value, str | int | float | bytes) or value is None:
-        return value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_plain(item) for item in value]
-
-
-def _info_from_wire(document: Any) -> ServerInfo:
-    try:
-        info = ServerInfo(**{name: document[name] for name in ServerInfo.__dataclass_fields__})
-    except (KeyError, TypeError) as error:
-        raise MalformedBody(f"not an /info answer: {error!r}") from None
-    if info.protocol != PROTOCOL_VERSION:
-        raise ServerUnreachable(
-            f"the server speaks protocol {info.protocol}, this client {PROTOCOL_VERSION}"
-        )
-    return info
-
-
-def _reload_from_wire(document: Any) -> ReloadResult:
-    return ReloadResult(document["version"], document["digest"], document["timings"])
-
-
-def _reload_headers(tensors: Sequence[LazyTensor]) -> dict[str, str]:
-    return {
-        "content-type": SAFETENSORS,
-        "content-length": str(stream_length(tensors)),
-        DIGEST_HEADER: DIGEST_TRAILER,
-    }
-
-
-def _fence_header(fence: int | None) -> dict[str, str]:
-    return {} if fence is None else {FENCE_HEADER: str(fence)}
-
-
-def _delays() -> Iterator[float]:
-    """Seconds to wait before each further attempt."""
-    for attempt in range(_ATTEMPTS - 1):
-        yield _FIRST_DELAY_S * 2**attempt
-
-
-def _may_retry(error: BaseException) -> bool:
+def _did_nothing(error: TitoError) -> bool:
     """Whether it is certain that the server did nothing with the request."""
-    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) or (
-        isinstance(error, EngineUnavailable) and error.retry_after is not None
-    )
+    if isinstance(error, EngineUnavailable | Overloaded):
+        return error.retry_after is not None
+    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def _is_other_base(error: Conflict) -> bool:
+    """Whether a delta was refused because another version is live, and not for want of a lease."""
+    return "digest" in error.details
 
 
 class RolloutClient:
@@ -153,11 +116,14 @@ class RolloutClient:
         self._exchange = _Exchange(url, token, timeout)
         self._http = httpx.Client(**self._exchange.options, transport=transport)
 
-    def rollout(self, prompts: Sequence[PromptLike], **settings: Any) -> Rollout:
+    def rollout(
+        self, prompts: Sequence[PromptLike], *, resume_aborted: bool = False, **settings: Any
+    ) -> Rollout:
         """Sample ``group_size`` completions of each prompt.
 
         Args:
             prompts: each a string, a list of token ids, or a list of chat messages.
+            resume_aborted: go on with samples that a publish has aborted, until all are whole.
             settings: fields of :class:`shared.protocol.RolloutRequest`, e.g. ``group_size``,
                 ``max_tokens``, ``temperature``, ``stop``, ``purpose``.
 
@@ -165,34 +131,79 @@ class RolloutClient:
             InvalidRequest: a field is wrong; nothing was run.
             EngineUnavailable: the server cannot generate, and went on saying so.
         """
-        body = _rollout_body(prompts, settings)
-        headers = {"content-type": MSGPACK}
-        return rollout_from_wire(self._send("POST", "/rollout", content=body, headers=headers))
+        rollout = self._call(calls.rollout(prompts, settings))
+        while resume_aborted and (left := continuations(rollout, settings)):
+            with ThreadPoolExecutor(_RESUMED_AT_ONCE) as pool:
+                finished = pool.map(self._continue, left)
+                rollout = joined(
+                    rollout, {id(c.sample): s for c, s in zip(left, finished, strict=True)}
+                )
+        return rollout
 
-    def reload(self, tensors: Sequence[LazyTensor], *, fence: int | None = None) -> ReloadResult:
+    def _continue(self, continuation: Continuation) -> Sample:
+        call = calls.rollout([continuation.prompt], continuation.settings)
+        return self._call(call).samples[0]
+
+    def reload(
+        self,
+        tensors: Sequence[LazyTensor],
+        *,
+        base: DeltaBase | None = None,
+        adapter_config: Mapping[str, Any] | None = None,
+        **target: Any,
+    ) -> ReloadResult:
         """Publish new weights, streamed tensor by tensor with their digest.
 
         Args:
-            tensors: the whole checkpoint.
-            fence: number of the lease under which it is published; see :meth:`lease`.
+            tensors: the whole checkpoint, or a LoRA adapter's tensors under PEFT's names.
+            base: what the server is known to serve. Only the changes to it are sent, or everything
+                if the server turns out to serve something else; it then remembers ``tensors``.
+            adapter_config: PEFT's configuration, for a LoRA policy.
+            target: fields of :class:`shared.calls.Target`: ``policy``, ``fence``, ``mode``,
+                ``drain_seconds``.
 
         Raises:
             WeightsRejected: verification failed; the live policy is as it was.
             Conflict: somebody else has the lease; the live policy is as it was.
         """
-        headers = _reload_headers(tensors) | _fence_header(fence)
-        document = self._send_once(
-            "POST", "/reload", content=stream_checkpoint(tensors), headers=headers
-        )
-        return _reload_from_wire(document)
+        to = Target(**target)
+        if base is None:
+            return self._call(calls.reload_stream(tensors, to, adapter_config))
+        result = self._try_delta(tensors, to, base)
+        if result is None:
+            result = self._call(calls.reload_stream(base.record(tensors), to, None))
+        base.commit()
+        return result
+
+    def _try_delta(
+        self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase
+    ) -> ReloadResult | None:
+        if base.digest is None:
+            return None
+        try:
+            return self._call(calls.reload_delta(tensors, to, base))
+        except Conflict as error:
+            if not _is_other_base(error):
+                raise
+            return None
 
     def reload_path(
-        self, path: str | Path, *, digest: str | None = None, fence: int | None = None
+        self, path: str | Path, *, digest: str | None = None, **target: Any
     ) -> ReloadResult:
-        """Publish a checkpoint that the server can read: a .safetensors file or a directory."""
-        body = encode({"path": str(path), "digest": digest}, MSGPACK)
-        headers = {"content-type": MSGPACK} | _fence_header(fence)
-        return _reload_from_wire(self._send_once("POST", "/reload", content=body, headers=headers))
+        """Publish what the server can read: a checkpoint file or directory, or a PEFT adapter."""
+        return self._call(calls.reload_path(path, Target(**target), digest))
+
+    def reset(self, **target: Any) -> ReloadResult:
+        """Publish the checkpoint that the server was started with, as a new version."""
+        return self._call(calls.reset(Target(**target)))
+
+    def policy(self, name: str = DEFAULT_POLICY) -> dict[str, Any]:
+        """A policy's version, digest, lease and recent publishes."""
+        return self._call(calls.policy(name))
+
+    def delete_policy(self, name: str) -> None:
+        """Forget a LoRA policy."""
+        self._call(calls.delete_policy(name))
 
     def lease(
         self,
@@ -213,11 +224,11 @@ class RolloutClient:
         Raises (on entry):
             Conflict: somebody else holds it; ``details`` says who, and for how long.
         """
-        return Lease(self._send_once, policy, holder=holder, ttl=ttl, wait=wait)
+        return Lease(self._send, policy, holder=holder, ttl=ttl, wait=wait)
 
     def info(self) -> ServerInfo:
         """Model, tokenizer, live version and limits."""
-        return _info_from_wire(self._send("GET", "/info"))
+        return self._call(calls.info())
 
     def wait_ready(self, timeout: float = 300.0) -> ServerInfo:
         """Wait until the server can generate.
@@ -228,30 +239,33 @@ class RolloutClient:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                self._send_once("GET", "/readyz")
+                self._call(calls.ready())
                 return self.info()
             except (ServerUnreachable, EngineUnavailable):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_S)
 
-    def _send(self, method: str, path: str, **request: Any) -> Any:
-        for delay in _delays():
+    def _call(self, call: Call[T]) -> T:
+        for delay in _delays(call):
             try:
-                return self._send_once(method, path, **request)
+                request = {"headers": call.headers, "params": call.params}
+                content = None if call.body is None else call.body()
+                return call.read(self._send(call.method, call.path, content=content, **request))
             except TitoError as error:
-                if not _may_retry(error.__cause__ or error):
+                if delay is None or not _did_nothing(error):
                     raise
                 time.sleep(error.retry_after or delay)
-        return self._send_once(method, path, **request)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _send_once(self, method: str, path: str, **request: Any) -> Any:
+    def _send(self, method: str, path: str, **request: Any) -> Any:
         try:
             return self._exchange.read(self._http.request(method, path, **request))
         except httpx.TransportError as error:
             raise self._exchange.unreachable(error) from error
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -277,33 +291,69 @@ class AsyncRolloutClient:
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(**self._exchange.options, transport=transport, limits=limits)
 
-    async def rollout(self, prompts: Sequence[PromptLike], **settings: Any) -> Rollout:
+    async def rollout(
+        self, prompts: Sequence[PromptLike], *, resume_aborted: bool = False, **settings: Any
+    ) -> Rollout:
         """See :meth:`RolloutClient.rollout`."""
-        body = _rollout_body(prompts, settings)
-        headers = {"content-type": MSGPACK}
-        document = await self._send("POST", "/rollout", content=body, headers=headers)
-        return rollout_from_wire(document)
+        rollout = await self._call(calls.rollout(prompts, settings))
+        while resume_aborted and (left := continuations(rollout, settings)):
+            finished = await asyncio.gather(*map(self._continue, left))
+            rollout = joined(
+                rollout, {id(c.sample): s for c, s in zip(left, finished, strict=True)}
+            )
+        return rollout
+
+    async def _continue(self, continuation: Continuation) -> Sample:
+        call = calls.rollout([continuation.prompt], continuation.settings)
+        return (await self._call(call)).samples[0]
 
     async def reload(
-        self, tensors: Sequence[LazyTensor], *, fence: int | None = None
+        self,
+        tensors: Sequence[LazyTensor],
+        *,
+        base: DeltaBase | None = None,
+        adapter_config: Mapping[str, Any] | None = None,
+        **target: Any,
     ) -> ReloadResult:
         """See :meth:`RolloutClient.reload`."""
-        document = await self._send_once(
-            "POST",
-            "/reload",
-            content=_in_threads(stream_checkpoint(tensors)),
-            headers=_reload_headers(tensors) | _fence_header(fence),
-        )
-        return _reload_from_wire(document)
+        to = Target(**target)
+        if base is None:
+            return await self._call(calls.reload_stream(tensors, to, adapter_config))
+        result = await self._try_delta(tensors, to, base)
+        if result is None:
+            result = await self._call(calls.reload_stream(base.record(tensors), to, None))
+        await asyncio.to_thread(base.commit)
+        return result
+
+    async def _try_delta(
+        self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase
+    ) -> ReloadResult | None:
+        if base.digest is None:
+            return None
+        try:
+            return await self._call(calls.reload_delta(tensors, to, base))
+        except Conflict as error:
+            if not _is_other_base(error):
+                raise
+            return None
 
     async def reload_path(
-        self, path: str | Path, *, digest: str | None = None, fence: int | None = None
+        self, path: str | Path, *, digest: str | None = None, **target: Any
     ) -> ReloadResult:
         """See :meth:`RolloutClient.reload_path`."""
-        body = encode({"path": str(path), "digest": digest}, MSGPACK)
-        headers = {"content-type": MSGPACK} | _fence_header(fence)
-        document = await self._send_once("POST", "/reload", content=body, headers=headers)
-        return _reload_from_wire(document)
+        return await self._call(calls.reload_path(path, Target(**target), digest))
+
+    async def reset(self, **target: Any) -> ReloadResult:
+        """See :meth:`RolloutClient.reset`."""
+        return await self._call(calls.reset(Target(**target)))
+
+    async def policy(self, name: str = DEFAULT_POLICY) -> dict[str, Any]:
+        """See :meth:`RolloutClient.policy`."""
+        return await self._call(calls.policy(name))
+
+    async def delete_policy(self, name: str) -> None:
+        """See :meth:`RolloutClient.delete_policy`."""
+        await self._call(calls.delete_policy(name))
 
     def lease(
         self,
@@ -314,41 +364,46 @@ class AsyncRolloutClient:
         wait: float = 0.0,
     ) -> AsyncLease:
         """See :meth:`RolloutClient.lease`; enter it with ``async with``."""
-        return AsyncLease(self._send_once, policy, holder=holder, ttl=ttl, wait=wait)
+        return AsyncLease(self._send, policy, holder=holder, ttl=ttl, wait=wait)
 
     async def info(self) -> ServerInfo:
         """See :meth:`RolloutClient.info`."""
-        return _info_from_wire(await self._send("GET", "/info"))
+        return await self._call(calls.info())
 
     async def wait_ready(self, timeout: float = 300.0) -> ServerInfo:  # noqa: ASYNC109 - as the twin
         """See :meth:`RolloutClient.wait_ready`."""
         deadline = time.monotonic() + timeout
         while True:
             try:
-                await self._send_once("GET", "/readyz")
+                await self._call(calls.ready())
                 return await self.info()
             except (ServerUnreachable, EngineUnavailable):
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_POLL_S)
 
-    async def _send(self, method: str, path: str, **request: Any) -> Any:
-        for delay in _delays():
+    async def _call(self, call: Call[T]) -> T:
+        for delay in _delays(call):
             try:
-                return await self._send_once(method, path, **request)
+                request = {"headers": call.headers, "params": call.params}
+                body = None if call.body is None else call.body()
+                content = body if body is None or isinstance(body, bytes) else _in_threads(body)
+                answer = await self._send(call.method, call.path, content=content, **request)
+                return call.read(answer)
             except TitoError as error:
-                if not _may_retry(error.__cause__ or error):
+                if delay is None or not _did_nothing(error):
                     raise
                 await asyncio.sleep(error.retry_after or delay)
-        return await self._send_once(method, path, **request)
+        raise AssertionError("the last attempt returns or raises")
 
-    async def _send_once(self, method: str, path: str, **request: Any) -> Any:
+    async def _send(self, method: str, path: str, **request: Any) -> Any:
         try:
             return self._exchange.read(await self._http.request(method, path, **request))
         except httpx.TransportError as error:
             raise self._exchange.unreachable(error) from error
 
     async def aclose(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -358,9 +413,7 @@ class AsyncRolloutClient:
         await self.aclose()
 
 
-async def _in_threads(
-    pieces: Iterator[bytes | memoryview],
-) -> AsyncIterator[bytes | memoryview]:
+async def _in_threads(pieces: Pieces) -> AsyncIterator[bytes | memoryview]:
     """Produce each piece in a worker thread: copying and hashing must not hold up the loop."""
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

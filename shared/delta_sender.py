@@ -82,11 +82,13 @@ class DeltaBase:
             raise ValueError("nothing to commit: no checkpoint or delta was sent to its end")
 
     def _advance(self, pending: _Pending) -> None:
+        # Should this fail half-way (memory, an interrupt), no base is better than a torn one.
+        self.digest, self._hashes, self._pending = None, {}, None
         # Blocks are disjoint, so they can be changed at the same time.
         with ThreadPoolExecutor() as pool:
             for _ in pool.map(self._apply, pending.frames):
                 pass
-        self.digest, self._hashes, self._pending = pending.digest, pending.hashes, None
+        self.digest, self._hashes = pending.digest, pending.hashes
 
     def _apply(self, frame: Frame) -> None:
         data = memoryview(self._data[frame.spec.name])
@@ -106,7 +108,8 @@ class DeltaBase:
         """
         if self.digest is None:
             raise ValueError("no full checkpoint was committed, so there is nothing to change")
-        if {tensor.spec.name: tensor.spec for tensor in tensors} != self._specs:
+        specs = {tensor.spec.name: tensor.spec for tensor in tensors}
+        if specs != self._specs or len(specs) != len(tensors):
             raise ValueError("the tensors are not those of the base; publish them in full")
         self._pending = None
         return self._stream(tensors)

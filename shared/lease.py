@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +41,11 @@ _RETRY_S = 1.0
 _PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure)
 
 
+Send = Callable[..., Any]
+"""Sends one request, ``(method, path, **options of httpx)``; raises TitoError."""
+AsyncSend = Callable[..., Awaitable[Any]]
+
+
 class LeaseRequest(BaseModel):
     """Body of ``POST /policies/{name}/lease``."""
 
@@ -60,18 +65,6 @@ class LeaseRenewal(BaseModel):
     fence: int = Field(ge=0, description="The lease's fencing number.")
 
 
-class Send(Protocol):
-    """How a client sends one request; raises TitoError."""
-
-    def __call__(self, method: str, path: str, **request: Any) -> Any: ...
-
-
-class AsyncSend(Protocol):
-    """The same with ``await``."""
-
-    def __call__(self, method: str, path: str, **request: Any) -> Awaitable[Any]: ...
-
-
 def default_holder() -> str:
     """A name that no other process has, and that says where to look for this one."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"[-128:]
@@ -80,19 +73,11 @@ def default_holder() -> str:
 class _Held:
     """What is known of a lease: its number, and until when it surely lives."""
 
-    def __init__(
-        self,
-        policy: str,
-        holder: str | None,
-        ttl: float,
-        wait: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, policy: str, holder: str | None, ttl: float, wait: float) -> None:
         self.policy = policy
         self.holder = holder or default_holder()
         self.ttl = ttl
         self._wait = wait
-        self._clock = clock
         self._fence: int | None = None
         self._alive_until = 0.0
         self._lost: TitoError | None = None
@@ -109,7 +94,7 @@ class _Held:
         if self._lost is not None:
             reason = f"the lease of policy {self.policy!r} was lost: {self._lost.message}"
             raise Conflict(reason, details=self._lost.details)
-        if self._clock() > self._alive_until:
+        if time.monotonic() > self._alive_until:
             reason = f"no heartbeat of policy {self.policy!r} was answered for {self.ttl} s"
             raise Conflict(reason, details={"fence": self._fence, "holder": self.holder})
         return self._fence
@@ -145,7 +130,7 @@ class _Held:
 
     def _pause(self, error: Conflict, deadline: float) -> float:
         """Seconds until somebody else's lease may be free; raises the error if that is too long."""
-        left = deadline - self._clock()
+        left = deadline - time.monotonic()
         if error.retry_after is None or left <= 0:
             raise error
         return min(error.retry_after, left, _RETRY_S)
@@ -177,9 +162,9 @@ class Lease(_Held):
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        deadline = self._clock() + self._wait
+        deadline = time.monotonic() + self._wait
         while True:
-            sent_at = self._clock()
+            sent_at = time.monotonic()
             try:
                 self._acquired(self._send("POST", self._path(), **self._acquiring()), sent_at)
                 break
@@ -203,7 +188,7 @@ class Lease(_Held):
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_s):
-            sent_at = self._clock()
+            sent_at = time.monotonic()
             try:
                 self._send("POST", f"{self._path()}/renew", **self._renewing())
                 self._renewed(sent_at)
@@ -229,9 +214,9 @@ class AsyncLease(_Held):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        deadline = self._clock() + self._wait
+        deadline = time.monotonic() + self._wait
         while True:
-            sent_at = self._clock()
+            sent_at = time.monotonic()
             try:
                 self._acquired(await self._send("POST", self._path(), **self._acquiring()), sent_at)
                 break
@@ -253,7 +238,7 @@ class AsyncLease(_Held):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._beat_s)
-            sent_at = self._clock()
+            sent_at = time.monotonic()
             try:
                 await self._send("POST", f"{self._path()}/renew", **self._renewing())
                 self._renewed(sent_at)

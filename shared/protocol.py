@@ -178,14 +178,19 @@ class RolloutRequest(SamplingSettings):
         return SamplingSettings(**{name: getattr(self, name) for name in names})
 
 
-class ReloadQuery(BaseModel):
-    """Query of ``POST /reload``."""
+class ResetQuery(BaseModel):
+    """Query of ``POST /policies/{name}/reset``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy to publish.")
     mode: PauseMode = Field(PauseMode.KEEP, description="What becomes of samples in flight.")
     drain_seconds: float = Field(60.0, gt=0.0, le=3600.0, description="How long drain may take.")
+
+
+class ReloadQuery(ResetQuery):
+    """Query of ``POST /reload``."""
+
+    policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy to publish.")
 
 
 class ReloadFromPath(BaseModel):

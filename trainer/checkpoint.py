@@ -122,7 +122,9 @@ def restore_trainer(
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         restore_random_states(state["random"])
-    except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.auth import ADMIN, PUBLISH_POLICY_OF_PATH, Caller, caller_with, publish_scope
-from rollout_server.http import answer, read_model, whole_number
-from rollout_server.leases import Lease, Leases
+from rollout_server.http import answer, read_model, read_query, whole_number
+from rollout_server.lease_file import Lease
+from rollout_server.leases import Leases
 from rollout_server.policies import Policy
+from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import leases_of, startup_of
-from shared.errors import InvalidRequest, Problem
+from shared.errors import Conflict, InvalidRequest, Problem
 from shared.lease import LeaseRenewal, LeaseRequest
-from shared.protocol import POLICY_NAME
+from shared.protocol import POLICY_NAME, ResetQuery
 
 router = APIRouter(prefix="/policies")
 
@@ -75,6 +78,28 @@ async def release(request: Request, name: str, caller: AnyCaller) -> Response:
     else:
         await asyncio.to_thread(leases.release, name, fence, owner=caller.name)
     return answer(request, {"lease": None})
+
+
+@router.post("/{name}/reset", summary="Go back to the model that the server was started with")
+async def reset(request: Request, name: str, caller: PolicyWriter) -> Response:
+    """Published as a new version, through the same transaction as any other."""
+    service = startup_of(request).service
+    service.check_ready()
+    if name != service.policies.default.name:
+        raise Conflict(f"{name} is a LoRA policy; delete it to go back to the model itself")
+    query = read_query(request, ResetQuery)
+    result = await service.publisher.reset(publish_options(request, caller, name, query))
+    return answer(request, asdict(result))
+
+
+@router.delete("/{name}", summary="Forget a LoRA policy")
+async def delete(request: Request, name: str, caller: PolicyWriter) -> Response:
+    """409 while groups are sampled from it, or somebody else holds its lease."""
+    service = startup_of(request).service
+    options = publish_options(request, caller, name, ResetQuery())
+    with options.commit():
+        await service.adapters.delete(name)
+    return answer(request, {"deleted": name})
 
 
 def _check_name(name: str) -> None:

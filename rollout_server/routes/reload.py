@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from rollout_server.auth import Caller, caller_with, publish_scope
 from rollout_server.http import answer, read_model, read_query
 from rollout_server.publishing import PublishOptions
-from rollout_server.routes.state import leases_of, startup_of
+from rollout_server.routes.options import publish_options
+from rollout_server.routes.state import startup_of
 from rollout_server.service import Service
 from shared.codec import media_type
 from shared.errors import BodyTooLarge, InvalidRequest, Problem
@@ -26,7 +26,6 @@ from shared.protocol import (
     DELTA,
     DIGEST_HEADER,
     DIGEST_TRAILER,
-    FENCE_HEADER,
     JSON,
     SAFETENSORS,
     ReloadFromPath,
@@ -55,7 +54,7 @@ async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with
     service.check_ready()
     query = read_query(request, ReloadQuery)
     caller.require(publish_scope(query.policy))
-    options = publish_options(request, caller, query)
+    options = publish_options(request, caller, query.policy, query)
     match media_type(request.headers.get("content-type", "")):
         case "application/x-safetensors":
             result = await _from_stream(request, service, query, options)
@@ -64,19 +63,6 @@ async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with
         case _:
             result = await _from_path(request, service, query, options)
     return answer(request, asdict(result))
-
-
-def publish_options(request: Request, caller: Caller, query: ReloadQuery) -> PublishOptions:
-    """How a publish is done: under the caller's lease, if it has one."""
-    claim: dict[str, Any] = {"fence": _fence(request), "owner": caller.name}
-    leases = leases_of(request)
-    return PublishOptions(
-        publisher=caller.name,
-        check=partial(leases.check, query.policy, **claim),
-        commit=partial(leases.commit, query.policy, **claim),
-        mode=query.mode,
-        drain_seconds=query.drain_seconds,
-    )
 
 
 async def _from_stream(
@@ -124,11 +110,3 @@ def _check_length(request: Request, service: Service) -> None:
     length = int(request.headers.get("content-length", 0))
     if length > service.settings.max_upload_bytes:
         raise BodyTooLarge(f"{length} bytes; allowed: {service.settings.max_upload_bytes}")
-
-
-def _fence(request: Request) -> int | None:
-    value = request.headers.get(FENCE_HEADER)
-    if value is not None and not re.fullmatch("[0-9]{1,18}", value):
-        problem = Problem(FENCE_HEADER, value, "the number that the lease was given")
-        raise InvalidRequest("that cannot be a fencing number", problems=[problem])
-    return None if value is None else int(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,12 +51,18 @@ def tokens_file(folder: Path, *callers: tuple[str, str, list[str]], mode: int = 
 def idle_app(*policies: Policy, **settings: Any) -> FastAPI:
     """The application without an engine; with policies, if any are given, to look at."""
     app = create_app(ServerSettings(model="none", **settings))
+    app.router.lifespan_context = _no_engine
     if policies:
         known = Policies(policies[0])
         for policy in policies[1:]:
             known.add(policy)
         app.state.startup = SimpleNamespace(service=SimpleNamespace(policies=known))
     return app
+
+
+@contextlib.asynccontextmanager
+async def _no_engine(_: object) -> AsyncIterator[None]:
+    yield
 
 
 def leases_on(app: FastAPI, clock: Clock, **options: Any) -> Leases:

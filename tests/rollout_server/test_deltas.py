@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,32 +13,17 @@ from rollout_server.deltas import apply_delta, read_base
 from shared.delta import BLOCK_ELEMENTS
 from shared.delta_sender import DeltaBase
 from shared.errors import MalformedBody, WeightsRejected
-from shared.weights import LazyTensor, TensorSpec, encode_header, stream_checkpoint
-
-NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
-
-Weights = dict[str, torch.Tensor]
+from shared.weights import encode_header, stream_checkpoint
+from tests.rollout_server.support import Tensors, lazy, spec_of, tensor_bytes
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, NAMES[tensor.dtype], tuple(tensor.shape))
-
-
-def lazy(weights: Weights) -> list[LazyTensor]:
-    return [LazyTensor(spec_of(n, t), lambda t=t: raw(t)) for n, t in weights.items()]  # type: ignore[misc]
-
-
-def write(path: Path, weights: Weights) -> Path:
+def write(path: Path, weights: Tensors) -> Path:
     header = encode_header(spec_of(name, tensor) for name, tensor in weights.items())
-    path.write_bytes(header + b"".join(map(raw, weights.values())))
+    path.write_bytes(header + b"".join(map(tensor_bytes, weights.values())))
     return path
 
 
-def delta_file(path: Path, old: Weights, new: Weights) -> Path:
+def delta_file(path: Path, old: Tensors, new: Tensors) -> Path:
     base = DeltaBase()
     for _ in stream_checkpoint(base.record(lazy(old))):
         pass
@@ -48,7 +33,7 @@ def delta_file(path: Path, old: Weights, new: Weights) -> Path:
 
 
 @pytest.fixture
-def old() -> Weights:
+def old() -> Tensors:
     torch.manual_seed(0)
     return {
         "embed": torch.randn(300, 4001).bfloat16(),  # two blocks
@@ -60,7 +45,7 @@ def old() -> Weights:
 
 
 @pytest.fixture
-def new(old: Weights) -> Weights:
+def new(old: Tensors) -> Tensors:
     """A small step, after which most values are what they were."""
     moved = {
         name: (t.float() + 1e-5 * torch.randn(t.shape)).to(t.dtype)
@@ -71,7 +56,7 @@ def new(old: Weights) -> Weights:
 
 
 @pytest.fixture
-def manifest(old: Weights) -> Manifest:
+def manifest(old: Tensors) -> Manifest:
     specs = [spec_of(name, tensor) for name, tensor in old.items()]
     return Manifest.of_checkpoint(specs, dtype="BF16", tied=False)
 
@@ -80,7 +65,7 @@ Apply = Callable[..., str]
 
 
 @pytest.fixture
-def apply(tmp_path: Path, manifest: Manifest, old: Weights) -> Iterator[Apply]:
+def apply(tmp_path: Path, manifest: Manifest, old: Tensors) -> Apply:
     """Applies a delta file to the live checkpoint ``old``, or to another one."""
 
     def run(delta: Path, *files: Path, out: Path = tmp_path / "out.safetensors") -> str:
@@ -91,7 +76,7 @@ def apply(tmp_path: Path, manifest: Manifest, old: Weights) -> Iterator[Apply]:
 
 
 def test_result_is_byte_for_byte_the_full_checkpoint(
-    tmp_path: Path, apply: Apply, manifest: Manifest, old: Weights, new: Weights
+    tmp_path: Path, apply: Apply, manifest: Manifest, old: Tensors, new: Tensors
 ) -> None:
     assert old["embed"].numel() > BLOCK_ELEMENTS
     digest = apply(delta_file(tmp_path / "delta", old, new))
@@ -102,7 +87,7 @@ def test_result_is_byte_for_byte_the_full_checkpoint(
 
 
 def test_base_in_several_files_and_another_order(
-    tmp_path: Path, apply: Apply, old: Weights, new: Weights
+    tmp_path: Path, apply: Apply, old: Tensors, new: Tensors
 ) -> None:
     first = write(tmp_path / "1.safetensors", {"head": old["head"], "none": old["none"]})
     rest = {name: old[name] for name in ("count", "embed", "norm")}
@@ -114,9 +99,9 @@ def test_base_in_several_files_and_another_order(
 
 
 def test_version_0_in_another_dtype_and_with_a_tied_tensor(
-    tmp_path: Path, old: Weights, new: Weights
+    tmp_path: Path, old: Tensors, new: Tensors
 ) -> None:
-    wide: Weights = {name: t.float() if t.is_floating_point() else t for name, t in old.items()}
+    wide: Tensors = {name: t.float() if t.is_floating_point() else t for name, t in old.items()}
     wide["head"] += 1e-6  # not exact in bfloat16: the base is what it rounds to
     alias = {"lm_head.weight": wide["embed"], "model.embed_tokens.weight": wide.pop("embed")}
     file = write(tmp_path / "live.safetensors", wide | alias)
@@ -132,10 +117,10 @@ def test_version_0_in_another_dtype_and_with_a_tied_tensor(
     with Checkpoint([out]) as result:
         assert list(result.specs) == list(manifest.required)
         for name in manifest.required:
-            assert bytes(result.data(name)) == raw(moved[name])
+            assert bytes(result.data(name)) == tensor_bytes(moved[name])
 
 
-def test_delta_without_changes(tmp_path: Path, apply: Apply, old: Weights) -> None:
+def test_delta_without_changes(tmp_path: Path, apply: Apply, old: Tensors) -> None:
     delta = delta_file(tmp_path / "delta", old, old)
     assert apply(delta) == read_base(delta)
     live, out = tmp_path / "live.safetensors", tmp_path / "out.safetensors"
@@ -145,7 +130,7 @@ def test_delta_without_changes(tmp_path: Path, apply: Apply, old: Weights) -> No
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dense", [False, True])
 def test_values_that_are_not_finite(
-    tmp_path: Path, apply: Apply, old: Weights, value: float, dense: bool
+    tmp_path: Path, apply: Apply, old: Tensors, value: float, dense: bool
 ) -> None:
     head = old["head"] * 2 if dense else old["head"].clone()
     head[3, 5:7] = value
@@ -158,7 +143,7 @@ def test_values_that_are_not_finite(
 
 
 def test_largest_finite_value_and_all_integers_pass(
-    tmp_path: Path, apply: Apply, old: Weights
+    tmp_path: Path, apply: Apply, old: Tensors
 ) -> None:
     head = old["head"].clone()
     head[0, 0] = torch.finfo(torch.bfloat16).max
@@ -166,7 +151,7 @@ def test_largest_finite_value_and_all_integers_pass(
 
 
 def test_another_base_is_noticed_in_any_tensor(
-    tmp_path: Path, apply: Apply, old: Weights, new: Weights
+    tmp_path: Path, apply: Apply, old: Tensors, new: Tensors
 ) -> None:
     delta = delta_file(tmp_path / "delta", old, new)
     for name in ("head", "norm"):  # one that the delta changes, one that it does not
@@ -177,7 +162,7 @@ def test_another_base_is_noticed_in_any_tensor(
 
 
 def test_tensors_that_the_model_does_not_have(
-    tmp_path: Path, apply: Apply, old: Weights, new: Weights
+    tmp_path: Path, apply: Apply, old: Tensors, new: Tensors
 ) -> None:
     extra = {"more": torch.zeros(3)}
     delta = delta_file(tmp_path / "delta", old | extra, new | {"more": torch.ones(3)})
@@ -185,7 +170,7 @@ def test_tensors_that_the_model_does_not_have(
         apply(delta)
 
 
-def test_damage_is_noticed(tmp_path: Path, apply: Apply, old: Weights, new: Weights) -> None:
+def test_damage_is_noticed(tmp_path: Path, apply: Apply, old: Tensors, new: Tensors) -> None:
     content = delta_file(tmp_path / "delta", old, new).read_bytes()
     damaged = tmp_path / "damaged"
     for bad in (b"", content[:-1], content[: len(content) // 2], b"x" + content, content + b"x"):
@@ -194,12 +179,12 @@ def test_damage_is_noticed(tmp_path: Path, apply: Apply, old: Weights, new: Weig
             apply(damaged)
 
 
-def test_full_disk(tmp_path: Path, apply: Apply, old: Weights, new: Weights) -> None:
+def test_full_disk(tmp_path: Path, apply: Apply, old: Tensors, new: Tensors) -> None:
     with pytest.raises(OSError, match="No space left"):
         apply(delta_file(tmp_path / "delta", old, new), out=Path("/dev/full"))
 
 
-def test_base_is_read_without_the_rest(tmp_path: Path, old: Weights, new: Weights) -> None:
+def test_base_is_read_without_the_rest(tmp_path: Path, old: Tensors, new: Tensors) -> None:
     delta = delta_file(tmp_path / "delta", old, new)
     base = read_base(delta)
     delta.write_bytes(delta.read_bytes()[:100])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.leases import Lease, LeaseFileError, Leases
+from rollout_server.lease_file import Lease, LeaseFileError
+from rollout_server.leases import Leases
 from shared.errors import Conflict, Forbidden, InvalidRequest
 from tests.rollout_server.fakes import Clock
 
@@ -233,9 +234,7 @@ def test_a_restart_lets_the_holder_go_on_and_finds_out_the_dead(
 
 
 @pytest.mark.parametrize("end", ["release", "expire", "revoke"])
-def test_what_has_ended_stays_ended_after_a_restart(
-    tmp_path: Path, clock: Clock, end: str
-) -> None:
+def test_what_has_ended_stays_ended_after_a_restart(tmp_path: Path, clock: Clock, end: str) -> None:
     leases = Leases(tmp_path, clock=clock)
     lease = acquire(leases)
     if end == "release":
@@ -256,8 +255,7 @@ def test_a_number_is_on_the_disk_before_it_is_handed_out(
     leases = Leases(tmp_path, clock=clock)
     first = acquire(leases)
     synced: list[int] = []
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda number: (synced.append(number), fsync(number))[1])
+    monkeypatch.setattr(os, "fsync", synced.append)
     second = acquire(leases)
     assert len(synced) == 2, "the file and its directory"
     assert json.loads((tmp_path / "leases.json").read_text())["last_fence"] == second.fence

@@ -66,6 +66,26 @@ def test_other_tensors_need_a_full_publish(tensors: Tensors) -> None:
         published(OLD).encode(lazy(tensors))
 
 
+def test_a_tensor_listed_twice() -> None:
+    with pytest.raises(ValueError, match="publish them in full"):
+        published(OLD).encode([*lazy(OLD), *lazy({SPEC: OLD[SPEC]})])
+
+
+def test_a_commit_that_fails_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = published(OLD)
+    list(base.encode(lazy(NEW)))
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("shared.delta_sender.apply_frame", out_of_memory)
+    with pytest.raises(MemoryError):
+        base.commit()
+    assert base.digest is None
+    with pytest.raises(ValueError, match="nothing to commit"):
+        base.commit()
+
+
 def test_a_tensor_of_another_length_than_it_says() -> None:
     tensors = [LazyTensor(spec, lambda: b"abc") for spec in OLD]
     with pytest.raises(ValueError, match="produced 3 bytes, not 128"):

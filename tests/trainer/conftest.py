@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shared.protocol import Group, Rollout, Sample, Span
 from trainer.config import Config
 from trainer.config_file import parse_config
+from trainer.tiny_policy import build_model, build_tokenizer
 
 
 def _sample(
@@ -65,3 +68,15 @@ def make_rollout() -> Callable[..., Rollout]:
 def make_config() -> Callable[..., Config]:
     """A valid configuration; keyword arguments are sections."""
     return _config
+
+
+@pytest.fixture(scope="session")
+def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a model that the session's server can load, with random weights."""
+    path = tmp_path_factory.mktemp("models") / "untrained"
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        build_model(tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -1,0 +1,189 @@
+"""The server's routes as plain values: what is sent, how the answer is read, what may be repeated.
+
+Both clients send these; a client for another transport could too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import orjson
+
+from shared.codec import encode, rollout_from_wire
+from shared.delta_sender import DeltaBase
+from shared.errors import MalformedBody, ServerUnreachable
+from shared.protocol import (
+    ADAPTER_CONFIG_KEY,
+    DEFAULT_POLICY,
+    DELTA,
+    DIGEST_HEADER,
+    DIGEST_TRAILER,
+    FENCE_HEADER,
+    MSGPACK,
+    PROTOCOL_VERSION,
+    SAFETENSORS,
+    PauseMode,
+    ReloadResult,
+    Rollout,
+    ServerInfo,
+)
+from shared.weights import LazyTensor, stream_checkpoint, stream_length
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Pieces = Iterator[bytes | memoryview]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request.
+
+    Attributes:
+        read: turns the decoded answer into what the caller gets.
+        body: makes the body anew for each attempt: bytes, or pieces to be streamed.
+        repeatable: whether it does no harm to run it twice.
+    """
+
+    method: str
+    path: str
+    read: Callable[[Any], T]
+    headers: dict[str, str] = field(default_factory=dict)
+    params: dict[str, str] = field(default_factory=dict)
+    body: Callable[[], bytes | Pieces] | None = None
+    repeatable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where weights are published, and how.
+
+    Attributes:
+        policy: which policy; names other than ``default`` are LoRA policies.
+        fence: number of the lease under which it is published.
+        mode: what becomes of samples in flight.
+        drain_seconds: how long ``drain`` may take.
+    """
+
+    policy: str = DEFAULT_POLICY
+    fence: int | None = None
+    mode: PauseMode | str = PauseMode.KEEP
+    drain_seconds: float = 60.0
+
+    def params(self) -> dict[str, str]:
+        """The query string."""
+        mode = PauseMode(self.mode).value
+        return {"policy": self.policy, "mode": mode, "drain_seconds": str(self.drain_seconds)}
+
+    def headers(self, content_type: str) -> dict[str, str]:
+        """Content type and fencing number."""
+        fence = {} if self.fence is None else {FENCE_HEADER: str(self.fence)}
+        return {"content-type": content_type, **fence}
+
+
+def rollout(prompts: Sequence[PromptLike], settings: Mapping[str, Any]) -> Call[Rollout]:
+    """``POST /rollout`` with packed arrays."""
+    body = encode({"prompts": _plain(prompts), "packed": True, **settings}, MSGPACK)
+    headers = {"content-type": MSGPACK}
+    return Call("POST", "/rollout", rollout_from_wire, headers, body=lambda: body)
+
+
+def reload_stream(
+    tensors: Sequence[LazyTensor], target: Target, adapter_config: Mapping[str, Any] | None
+) -> Call[ReloadResult]:
+    """``POST /reload`` with a whole checkpoint, or an adapter, and its digest behind it."""
+    metadata = (
+        None
+        if adapter_config is None
+        else {ADAPTER_CONFIG_KEY: orjson.dumps(dict(adapter_config)).decode()}
+    )
+    headers = {
+        **target.headers(SAFETENSORS),
+        "content-length": str(stream_length(tensors, metadata)),
+        DIGEST_HEADER: DIGEST_TRAILER,
+    }
+    return _reload(target, headers, lambda: stream_checkpoint(tensors, metadata))
+
+
+def reload_delta(
+    tensors: Sequence[LazyTensor], target: Target, base: DeltaBase
+) -> Call[ReloadResult]:
+    """``POST /reload`` with what has changed since ``base``."""
+    return _reload(target, target.headers(DELTA), lambda: base.encode(tensors))
+
+
+def reload_path(path: str | Path, target: Target, digest: str | None) -> Call[ReloadResult]:
+    """``POST /reload`` with the name of a checkpoint that the server can read."""
+    body = encode({"path": str(path), "digest": digest}, MSGPACK)
+    return _reload(target, target.headers(MSGPACK), lambda: body)
+
+
+def reset(target: Target) -> Call[ReloadResult]:
+    """``POST /policies/default/reset``: publish the server's own checkpoint again."""
+    path = f"/policies/{quote(target.policy, safe='')}/reset"
+    params = {k: v for k, v in target.params().items() if k != "policy"}
+    headers = target.headers(MSGPACK)
+    return Call("POST", path, _read_reload, headers, params, repeatable=False)
+
+
+def policy(name: str) -> Call[dict[str, Any]]:
+    """``GET /policies/{name}``."""
+    return Call("GET", f"/policies/{quote(name, safe='')}", dict)
+
+
+def delete_policy(name: str) -> Call[None]:
+    """``DELETE /policies/{name}``: forget a LoRA policy."""
+    path = f"/policies/{quote(name, safe='')}"
+    return Call("DELETE", path, lambda _: None, repeatable=False)
+
+
+def info() -> Call[ServerInfo]:
+    """``GET /info``."""
+    return Call("GET", "/info", _read_info)
+
+
+def ready() -> Call[None]:
+    """``GET /readyz``, asked once; whoever waits asks again."""
+    return Call("GET", "/readyz", lambda _: None, repeatable=False)
+
+
+def _reload(
+    target: Target, headers: dict[str, str], body: Callable[[], bytes | Pieces]
+) -> Call[ReloadResult]:
+    # Never repeated by itself: a publish whose answer was lost may have become a version.
+    params = target.params()
+    return Call("POST", "/reload", _read_reload, headers, params, body, repeatable=False)
+
+
+def _read_reload(document: Any) -> ReloadResult:
+    try:
+        return ReloadResult(document["version"], document["digest"], document["timings"])
+    except (KeyError, TypeError) as error:
+        raise MalformedBody(f"not a /reload answer: {error!r}") from None
+
+
+def _read_info(document: Any) -> ServerInfo:
+    try:
+        found = ServerInfo(**{name: document[name] for name in ServerInfo.__dataclass_fields__})
+    except (KeyError, TypeError) as error:
+        raise MalformedBody(f"not an /info answer: {error!r}") from None
+    if found.protocol != PROTOCOL_VERSION:
+        raise ServerUnreachable(
+            f"the server speaks protocol {found.protocol}, this client {PROTOCOL_VERSION}"
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Tuples, mappings and numpy arrays as the lists and dicts that msgpack writes."""
+    if isinstance(value, str | int | float | bytes) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(item) for item in value]

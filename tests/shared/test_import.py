@@ -1,0 +1,25 @@
+"""The contract installs and imports without the heavy halves of the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["torch", "vllm", "fastapi", "transformers", "uvicorn", "safetensors", "huggingface_hub"]
+MODULES = ["client", "codec", "errors", "protocol", "tokens", "weights"]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of the top-level modules that a fresh interpreter has loaded after a statement."""
+    code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_heavy_comes_along(module: str) -> None:
+    loaded = modules_after(f"import shared.{module}")
+    assert "shared" in loaded
+    assert loaded.isdisjoint([*HEAVY, "rollout_server", "trainer"])

@@ -91,7 +91,8 @@ class WeightLoader:
         )
 
         model = self.model_runner.get_model()
-        expected = {name for name, _ in model.named_parameters()}
+        # With LoRA enabled, vLLM wraps layers, but loads them under their own names.
+        expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             loaded = model.load_weights(staged)

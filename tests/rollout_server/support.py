@@ -151,9 +151,17 @@ def sharpened(base: Weights, seed: int) -> Weights:
     tensors = {}
     for name, tensor in base.tensors.items():
         noise = torch.randn(tensor.shape, generator=generator)
-        centre, width = (1.0, 0.05) if "norm" in name else (0.0, 0.06)
-        tensors[name] = (centre + (0.25 if name == EMBEDDING else width) * noise).to(tensor.dtype)
+        centre = 1.0 if "norm" in name else 0.0
+        tensors[name] = (centre + _spread(name) * noise).to(tensor.dtype)
     return Weights(base.model_dir, tensors)
+
+
+def _spread(name: str) -> float:
+    if "norm" in name:
+        return 0.05
+    # Layers must outweigh the embedding, or the policy only repeats its last token.
+    strong = name == EMBEDDING or "o_proj" in name or "down_proj" in name
+    return 0.2 if strong else 0.08
 
 
 def make_live(client: RolloutClient, weights: Weights) -> int:

@@ -415,9 +415,7 @@ def test_a_body_over_the_limit_without_a_length(server_url: str) -> None:
 
 
 @pytest.mark.parametrize("mebibytes", [2, 48])
-def test_the_client_hears_that_its_body_is_too_large(
-    client: RolloutClient, mebibytes: int
-) -> None:
+def test_the_client_hears_that_its_body_is_too_large(client: RolloutClient, mebibytes: int) -> None:
     ids = np.full(mebibytes << 19, 200)
     with pytest.raises(BodyTooLarge):
         client.rollout([ids], group_size=1, max_tokens=1)
@@ -481,9 +479,7 @@ def test_a_reload_body_that_is_wrong(server_url: str, asked: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "path", ["a\0b", "x" * 300, "x" * 5000, "x/" * 3000, "/dev/zero", "/proc/self/mem", "~", "."]
 )
-def test_a_reload_path_that_no_system_has(
-    server_url: str, reload_dir: Path, path: str
-) -> None:
+def test_a_reload_path_that_no_system_has(server_url: str, reload_dir: Path, path: str) -> None:
     for wanted in (path, f"{reload_dir}/{path}"):
         response = post(server_url, {"path": wanted}, path="/reload")
         assert 400 <= response.status_code < 500, response.text[:300]

@@ -176,9 +176,7 @@ def test_a_failed_resume_is_not_passed_over(staged: Staged, first: Weights) -> N
     closed(staged)
 
 
-def test_a_resume_that_fails_once_is_tried_again_or_told_of(
-    staged: Staged, first: Weights
-) -> None:
+def test_a_resume_that_fails_once_is_tried_again_or_told_of(staged: Staged, first: Weights) -> None:
     staged.engine.resume_errors = [LOAD_FAILED]
     with contextlib.suppress(TitoError):
         staged.client.reload(lazy(first.tensors))

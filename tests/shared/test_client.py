@@ -211,9 +211,7 @@ def test_a_token_is_sent_with_every_request() -> None:
         EngineUnavailable("closed for good"),
     ],
 )
-def test_errors_are_those_of_the_server_and_final(
-    flavour: str, ask: Ask, error: TitoError
-) -> None:
+def test_errors_are_those_of_the_server_and_final(flavour: str, ask: Ask, error: TitoError) -> None:
     server = Server(failing(error))
     with pytest.raises(type(error)) as caught:
         run(server, flavour, ask)
@@ -358,8 +356,8 @@ def test_waiting_for_another_protocol_is_pointless(flavour: str) -> None:
     server = Server(packed({}), packed(asdict(INFO) | {"protocol": 2}))
     start = time.monotonic()
     with pytest.raises(ServerUnreachable, match="protocol 2"):
-        run(server, flavour, lambda client: client.wait_ready(30.0))
-    assert time.monotonic() - start < 5
+        run(server, flavour, lambda client: client.wait_ready(3.0))
+    assert time.monotonic() - start < 2
 
 
 def test_a_newer_server_may_say_more(flavour: str) -> None:
@@ -383,15 +381,6 @@ def test_waiting_ends(flavour: str) -> None:
     start = time.monotonic()
     with pytest.raises(EngineUnavailable, match="starting"):
         run(server, flavour, lambda client: client.wait_ready(0.1))
-    assert time.monotonic() - start < 2
-
-
-def test_waiting_for_a_server_that_closed_for_good_ends_at_once(flavour: str) -> None:
-    # No retry_after: it says itself that it will not come back.
-    server = Server(failing(EngineUnavailable("version 3 could not be restored; restart")))
-    start = time.monotonic()
-    with pytest.raises(EngineUnavailable, match="restart"):
-        run(server, flavour, lambda client: client.wait_ready(5.0))
     assert time.monotonic() - start < 2
 
 

@@ -34,9 +34,7 @@ DIGESTS = st.text("0123456789abcdef", min_size=32, max_size=32)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 DOCUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | FLOATS | TEXTS,
-    lambda children: (
-        st.lists(children, max_size=4) | st.dictionaries(TEXTS, children, max_size=4)
-    ),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(TEXTS, children, max_size=4),
     max_leaves=20,
 )
 
@@ -156,7 +154,9 @@ def test_the_bytes_of_a_packed_answer() -> None:
         b"\x83\xa8group_id\x00\xaaprompt_ids\xc4\x04\x05\x00\x00\x00\xa7samples\x91"
         b"\x86\xaecompletion_ids\xc4\x08\x02\x01\x00\x00\x03\x00\x00\x00"
         b"\xa8logprobs\xc4\x08\x00\x00\x00\xbf\x00\x00\x00\xc0"
-        b"\xadfinish_reason\xa4stop\xa7version\x07\xa6digest\xd9\x20" + b"ab" * 16 + b"\xa4text\xa2hi"
+        b"\xadfinish_reason\xa4stop\xa7version\x07\xa6digest\xd9\x20"
+        + b"ab" * 16
+        + b"\xa4text\xa2hi"
     )
     assert encode(rollout_to_wire(rollout, packed=True), MSGPACK) == expected
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import safetensors.torch
 import torch
 import xxhash
@@ -111,7 +110,9 @@ def test_the_digest_ignores_the_order(
 )
 def test_the_digest_depends_on_all_that_is_said(other: TensorSpec) -> None:
     data = bytes(range(24))
-    assert streamed([(other, data)])[-32:] != streamed([(TensorSpec("w", "F32", (2, 3)), data)])[-32:]
+    assert (
+        streamed([(other, data)])[-32:] != streamed([(TensorSpec("w", "F32", (2, 3)), data)])[-32:]
+    )
 
 
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
         "b.weight": torch.randn(2, 2).to(torch.bfloat16),
         "empty": torch.empty(0, 5),
         "scalar": torch.tensor(1.5),
-        "\u00e9\n\"quoted\"": torch.arange(3),
+        '\u00e9\n"quoted"': torch.arange(3),
     }
     dtypes = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
     checkpoint = [
@@ -278,13 +279,24 @@ def test_a_header_that_lies(header: Any) -> None:
         b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,4]}}',
         b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
         b'"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
-        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
-        b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
     ],
 )
 def test_a_header_that_is_no_header(raw: bytes) -> None:
     with pytest.raises(MalformedBody):
         parse_header(raw)
+
+
+@pytest.mark.parametrize("order", [(4, 8), (8, 4)])
+def test_a_name_given_twice_is_refused_or_read_as_the_library_does(order: tuple[int, int]) -> None:
+    # The worker reads the file again with the library: both must see the same tensors.
+    entries = (f'"a":{json.dumps(entry(shape=(n // 4,), offsets=(0, n)))}' for n in order)
+    header = f"{{{','.join(entries)}}}".encode()
+    try:
+        found = {item.spec.name: item.spec.shape for item in parse_header(header)}
+    except MalformedBody:
+        return
+    raw = len(header).to_bytes(8, "little") + header + b"\0" * order[-1]
+    assert found == {name: tuple(t.shape) for name, t in safetensors.torch.load(raw).items()}
 
 
 @given(st.binary(max_size=80))
@@ -302,6 +314,7 @@ def test_metadata_is_no_tensor() -> None:
 
 
 def test_tensors_are_given_in_file_order() -> None:
-    header = {"b": entry(offsets=(4, 8)), "a": entry(offsets=(0, 4)), "z": entry(shape=(0,), offsets=(4, 4))}
+    empty = entry(shape=(0,), offsets=(4, 4))
+    header = {"b": entry(offsets=(4, 8)), "a": entry(offsets=(0, 4)), "z": empty}
     ranges = parse_header(json.dumps(header).encode())
     assert [item.spec.name for item in ranges] == ["a", "z", "b"]

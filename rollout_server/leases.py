@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ class Leases:
         self._max_ttl_s = max_ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._committing: set[str] = set()
+        self._committing: Counter[str] = Counter()
         self._last_fence = first_number()
         self._leases: dict[str, Lease] = {}
         if self._file is not None:
@@ -143,19 +144,19 @@ class Leases:
     def commit(self, policy: str, fence: int | None, *, owner: str) -> Iterator[None]:
         """Load weights inside; no lease runs out or changes hands until that has ended.
 
-        Otherwise a new holder could read the live version and see an older publish replace it. One
-        commit of a policy at a time.
+        Otherwise a new holder could read the live version and see an older publish replace it.
 
         Raises:
             Conflict, Forbidden: as for :meth:`check`; nothing may be loaded.
         """
         with self._lock:
             self._check(policy, fence, owner)
-            self._committing.add(policy)
+            self._committing.update([policy])
         try:
             yield
         finally:
-            self._committing.discard(policy)
+            with self._lock:
+                self._committing -= Counter([policy])  # forgets the name at zero
 
     def _check(self, policy: str, fence: int | None, owner: str) -> None:
         self._drop_expired()

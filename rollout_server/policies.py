@@ -43,6 +43,14 @@ class PublishState(StrEnum):
     """It failed in the load; the last good weights were restored."""
 
 
+_UNDER_WAY = {
+    PublishState.STAGING,
+    PublishState.STAGED,
+    PublishState.VERIFIED,
+    PublishState.APPLYING,
+}
+
+
 @dataclass(slots=True)
 class Publish:
     """One attempt to publish.
@@ -104,6 +112,12 @@ class Policy:
         """``full`` or ``lora``."""
         return "full" if self.name == DEFAULT_POLICY else "lora"
 
+    @property
+    def state(self) -> PublishState:
+        """Where the newest publish that is still under way stands, or ``live``."""
+        under_way = [p.state for p in self.history if p.state in _UNDER_WAY]
+        return under_way[-1] if under_way else PublishState.LIVE
+
     def begin(self, publisher: str) -> Publish:
         """Note that a publish has begun."""
         publish = Publish(publisher)
@@ -134,6 +148,7 @@ class Policy:
         return {
             "name": self.name,
             "kind": self.kind,
+            "state": self.state.value,
             "version": self.version,
             "digest": self.digest,
             "history": [asdict(publish) for publish in reversed(self.history)],

@@ -66,13 +66,12 @@ class RolloutService:
         self._max_samples = max_samples
 
     async def rollout(self, request: RolloutRequest, policy: Policy) -> Rollout:
-        """Sample every prompt from the policy; all of it or nothing.
+        """Sample every prompt of a checked request from the policy; all of it or nothing.
 
         Raises:
-            InvalidRequest: a setting or a prompt cannot be used; nothing was run.
+            InvalidRequest: a prompt cannot be used; nothing was run.
             EngineUnavailable, EngineFailure: the engine could not finish; the rest was cancelled.
         """
-        self._check(request)
         prompts = await asyncio.to_thread(
             self._encoder.encode, request.prompts, request.chat_template_kwargs
         )
@@ -94,7 +93,12 @@ class RolloutService:
             groups=tuple(task.result() for task in running),
         )
 
-    def _check(self, request: RolloutRequest) -> None:
+    def check(self, request: RolloutRequest) -> None:
+        """Refuse what can be refused without looking at prompts.
+
+        Raises:
+            InvalidRequest: a setting cannot be used.
+        """
         problems = _training_problems(request) if request.purpose is Purpose.TRAIN else []
         if request.max_tokens >= self._max_model_len:
             allowed = f"1 to {self._max_model_len - 1}, the context less one prompt token"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from shared.client import RolloutClient
@@ -22,6 +23,10 @@ SERVER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 os.environ.update(SERVER_ENV)
+
+# A busy machine is no property of the code under test.
+hypothesis.settings.register_profile("tito", deadline=None)
+hypothesis.settings.load_profile("tito")
 
 StartServer = Callable[..., contextlib.AbstractContextManager[str]]
 

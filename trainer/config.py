@@ -244,9 +244,10 @@ class Config(_Section):
             raise ValueError("evaluation.path: arithmetic has held-out problems of its own")
         if not arithmetic and evaluation.prompts and evaluation.path is None:
             raise ValueError("evaluation.path is missing; or set evaluation.prompts to 0")
-        if evaluation.every and not evaluation.prompts:
-            raise ValueError("evaluation.every needs evaluation.prompts above 0")
-        updates = self.train.steps * self.train.updates_per_rollout
-        if self.optimizer.warmup_updates > updates:
-            raise ValueError(f"optimizer.warmup_updates exceeds the run's {updates} updates")
+        if (evaluation.every or evaluation.samples) and not evaluation.prompts:
+            raise ValueError("evaluation.every and .samples need evaluation.prompts above 0")
+        if evaluation.split is not None and self.data.source != "dataset":
+            raise ValueError("evaluation.split: only source 'dataset' has splits")
+        if self.rollout.chat_template_kwargs and not (arithmetic or self.data.chat):
+            raise ValueError("rollout.chat_template_kwargs has no effect with data.chat = false")
         return self

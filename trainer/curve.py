@@ -54,14 +54,18 @@ def save_curve(curve: Curve, path: Path) -> None:
 
 
 def terminal_curve(curve: Curve, *, width: int = 80, height: int = 18) -> str:
-    """The curve in text characters, without colour."""
+    """The curve in characters, with ANSI colours."""
     import plotext
 
-    plotext.clear_figure()
-    plotext.plot(*map(list, zip(*curve.reward, strict=True)), label="reward")
-    plotext.plot(*map(list, zip(*curve.accuracy, strict=True)), label="held-out accuracy")
-    plotext.ylim(0, 1)
-    plotext.xlabel("step")
-    plotext.plot_size(width, height)
-    plotext.theme("clear")
-    return str(plotext.build())
+    figure = plotext.figure.clear()
+    # Two markers, because where there is no colour they are all that tells the lines apart.
+    for points, marker, label in (
+        (curve.reward, ".", "reward of training samples"),
+        (curve.accuracy, "#", "held-out accuracy, greedy"),
+    ):
+        steps, values = map(list, zip(*points, strict=True))
+        figure.draw(figure.signal(steps, values, marker=marker).lines().label(label))
+    figure.ruler("y").lim(0, 1)
+    figure.theme("simple")
+    figure.plot_size(width, height)
+    return str(figure.build())

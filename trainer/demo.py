@@ -206,7 +206,7 @@ def summarise(run: Path, seconds: float, training_seconds: float) -> Summary:
 def _show(console: Console, out: Path, run: Path, summary: Summary) -> None:
     curve = read_curve(run)
     save_curve(curve, out / "curve.png")
-    _say(console, terminal_curve(curve, width=min(console.width, 100)))
+    console.print(Text.from_ansi(terminal_curve(curve, width=min(console.width, 100))))
     where = "GPU" if torch.cuda.is_available() else "CPU"
     _say(
         console,

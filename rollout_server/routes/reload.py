@@ -50,10 +50,10 @@ _BODY = {
 @router.post("/reload", summary="Publish new weights", openapi_extra={"requestBody": _BODY})
 async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with())]) -> Response:
     """Verified before anything is paused; answers with version, digest and timings."""
-    service = startup_of(request).service
-    service.check_ready()
     query = read_query(request, ReloadQuery)
     caller.require(publish_scope(query.policy))
+    service = startup_of(request).service
+    service.check_ready()
     options = publish_options(request, caller, query.policy, query)
     match media_type(request.headers.get("content-type", "")):
         case "application/x-safetensors":

@@ -53,6 +53,7 @@ async def rollout(request: Request) -> Response:
 
 
 async def _sampled(service: Service, asked: RolloutRequest) -> Rollout:
+    service.rollouts.check(asked)
     policy = service.policies[asked.policy]
     await hold(policy, asked)
     return await service.rollouts.rollout(asked, policy)

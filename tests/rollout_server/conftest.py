@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -14,7 +15,8 @@ from tests.rollout_server.support import Weights, base_weights, make_live, sharp
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> PreTrainedTokenizerFast:
     """The policy's tokenizer, loaded apart from the server."""
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 

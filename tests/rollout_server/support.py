@@ -42,7 +42,7 @@ SAFETENSORS_NAMES = {
 }
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-BF16_MEAN_NATS, BF16_MAX_NATS = 0.03, 0.25
+BF16_MEAN_NATS, BF16_MAX_NATS = 0.05, 0.3
 """How far bfloat16 log-probabilities of the tiny policy may lie from float32 ones."""
 
 
@@ -98,7 +98,7 @@ class Weights:
         missing, unknown = model.load_state_dict(wide, strict=False)
         assert not unknown
         assert set(missing) <= {HEAD}
-        return model.eval()
+        return model.eval()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def logprobs(
@@ -247,8 +247,7 @@ class FakeEngine:
             if self.poison is not None and prompt_ids[0] == self.poison:
                 await asyncio.sleep(0.05)
                 raise self.generate_error or RuntimeError("poisoned")
-            while not self.gate.is_set() or self.paused:
-                await asyncio.sleep(0.005)
+            await _until(lambda: self.gate.is_set() and not self.paused)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -270,8 +269,7 @@ class FakeEngine:
 
     async def load(self, paths: Sequence[Path]) -> None:
         self.calls.append("load")
-        while not self.load_gate.is_set():
-            await asyncio.sleep(0.005)
+        await _until(self.load_gate.is_set)
         assert self.paused, "loaded while running"
         tensors: Tensors = {}
         for path in paths:
@@ -292,6 +290,12 @@ class FakeEngine:
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    # Tests open the gates from other threads, so there is no asyncio event to wait for.
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
 
 
 def _raise_next(errors: list[Exception | None]) -> None:

@@ -180,6 +180,7 @@ def test_tokens_show_in_no_repr_and_no_log(
     shown = [repr(authenticator), repr(vars(authenticator)), caplog.text]
     for text in [*shown, *(answer.text for answer in answers)]:
         assert "token-0123" not in text
+        assert "sha256" not in text
 
 
 def test_no_route_is_open_by_oversight(app: FastAPI) -> None:
@@ -220,6 +221,8 @@ def test_probes_need_no_token(app: FastAPI) -> None:
         ("DELETE", "/policies/alpha/lease?fence=1", {ALICE, BOB}),
         ("DELETE", "/policies/beta/lease?fence=1", {BOB}),
         ("DELETE", "/policies/beta/lease", {OPS}),
+        ("POST", "/policies/alpha/reset", {ALICE, BOB}),
+        ("DELETE", "/policies/beta", {BOB}),
     ],
 )
 def test_each_route_asks_for_its_scope(app: FastAPI, method: str, path: str, may: set[str]) -> None:

@@ -416,7 +416,7 @@ def test_a_body_over_the_limit_without_a_length(server_url: str) -> None:
 
 @pytest.mark.parametrize("mebibytes", [2, 48])
 def test_the_client_hears_that_its_body_is_too_large(client: RolloutClient, mebibytes: int) -> None:
-    ids = np.full(mebibytes << 19, 200)
+    ids: Any = np.full(mebibytes << 19, 200)
     with pytest.raises(BodyTooLarge):
         client.rollout([ids], group_size=1, max_tokens=1)
 
@@ -495,8 +495,7 @@ def raw_exchange(url: str, request: bytes) -> bytes:
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(request)
-        answer = connection.recv(65536)
-    return answer
+        return connection.recv(65536)
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "abc", "+5", "0x10", "5, 6", "9" * 40])

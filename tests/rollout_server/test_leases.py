@@ -186,6 +186,24 @@ def test_nobody_takes_over_in_the_middle_of_a_load(
     acquire(leases, "b")
 
 
+def test_a_policy_is_free_only_when_the_last_of_its_commits_has_ended(leases: Leases) -> None:
+    with leases.commit("p", None, owner="team"):
+        with leases.commit("p", None, owner="team"):
+            pass
+        with pytest.raises(Conflict, match="being loaded"):
+            acquire(leases)
+    acquire(leases)
+
+
+def test_a_lease_does_not_run_out_in_the_middle_of_its_load(leases: Leases, clock: Clock) -> None:
+    lease = acquire(leases)
+    with leases.commit("p", lease.fence, owner="team"):
+        clock.tick(60)
+        assert leases.current("p") == lease
+        leases.renew("p", lease.fence, owner="team")
+    assert may_publish(leases, lease.fence)
+
+
 def test_a_load_that_fails_lets_go_of_the_lease(leases: Leases, clock: Clock) -> None:
     lease = acquire(leases)
     with pytest.raises(RuntimeError), leases.commit("p", lease.fence, owner="team"):

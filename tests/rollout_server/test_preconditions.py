@@ -212,7 +212,7 @@ def live_client(app: FastAPI) -> Iterator[RolloutClient]:
 
 def test_over_the_wire(live_client: RolloutClient, base: Weights) -> None:
     prompt: list[Any] = [[5, 6]]
-    settings = {"group_size": 1, "max_tokens": 2}
+    settings: dict[str, Any] = {"group_size": 1, "max_tokens": 2}
     live_client.rollout(prompt, policy="default", version=0, digest=base.digest, **settings)
     with pytest.raises(PreconditionFailed) as refusal:
         live_client.rollout(prompt, min_version=1, wait_seconds=0.05, **settings)
@@ -226,7 +226,7 @@ def test_over_the_wire(live_client: RolloutClient, base: Weights) -> None:
 def test_a_rollout_over_the_wire_starts_when_its_version_is_published(
     live_client: RolloutClient, base: Weights
 ) -> None:
-    conditions = {"min_version": 1, "wait_seconds": 60}
+    conditions: dict[str, Any] = {"min_version": 1, "wait_seconds": 60}
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(
             live_client.rollout, [[5, 6]], group_size=1, max_tokens=2, **conditions

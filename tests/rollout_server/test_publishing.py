@@ -71,14 +71,14 @@ def start_staged(tiny_model: Path, tmp_path: Path) -> StartStaged:
             reload_dirs=[reload_dir],
             **changes,
         )
-        with serving(create_app(settings, build_engine=lambda _: engine)) as url:
-            with RolloutClient(url, timeout=30) as client:
-                client.wait_ready(60)
-                engine.calls.clear()
-                engine.loaded.clear()
-                staging = tmp_path / "staging"
-                standing = frozenset(staging.rglob("*"))
-                yield Staged(url, engine, client, staging, reload_dir, standing)
+        app = create_app(settings, build_engine=lambda _: engine)
+        with serving(app) as url, RolloutClient(url, timeout=30) as client:
+            client.wait_ready(60)
+            engine.calls.clear()
+            engine.loaded.clear()
+            staging = tmp_path / "staging"
+            standing = frozenset(staging.rglob("*"))
+            yield Staged(url, engine, client, staging, reload_dir, standing)
 
     return start
 

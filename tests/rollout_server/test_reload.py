@@ -65,9 +65,8 @@ def unchanged(client: RolloutClient, live: Weights) -> Iterator[None]:
     assert greedy(client) == answer == live.greedy(PROMPT, 10)
 
 
-def test_a_stream_becomes_the_next_version(
-    client: RolloutClient, live: Weights, second: Weights
-) -> None:
+@pytest.mark.usefixtures("live")
+def test_a_stream_becomes_the_next_version(client: RolloutClient, second: Weights) -> None:
     version = client.info().version
     result = client.reload(lazy(second.tensors))
     assert isinstance(result, ReloadResult)
@@ -189,7 +188,8 @@ def test_rollouts_through_several_reloads_lose_nothing(
         done.set()
 
     async def collect() -> list[tuple[int, Sample]]:
-        done, found = asyncio.Event(), []
+        done = asyncio.Event()
+        found: list[tuple[int, Sample]] = []
         async with AsyncRolloutClient(server_url, timeout=120) as policy:
 
             async def work(token: int) -> None:

@@ -12,7 +12,8 @@ import orjson
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shared.client import AsyncRolloutClient, PromptLike, RolloutClient
+from shared.calls import PromptLike
+from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import InvalidRequest
 from shared.protocol import JSON, MSGPACK, Sample, SamplingSettings
 from shared.tokens import tokenizer_fingerprint
@@ -26,14 +27,13 @@ from tests.rollout_server.support import (
 )
 
 CHAT = [{"role": "user", "content": "12+7=?"}]
-GREEDY = {"purpose": "eval", "temperature": 0.0, "group_size": 1}
+GREEDY: dict[str, Any] = {"purpose": "eval", "temperature": 0.0, "group_size": 1}
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerFast, messages: Any, **template: Any) -> list[int]:
-    ids = tokenizer.apply_chat_template(
+    ids: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
     )
-    assert isinstance(ids, list)
     return [int(token) for token in ids]
 
 
@@ -88,14 +88,15 @@ def test_chat_prompts_are_rendered_by_the_template(
 def test_the_three_forms_may_be_mixed(
     client: RolloutClient, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    prompts: list[PromptLike] = ["12+7=", CHAT, [5, 6, 7], "\u00e9", np.array([9, 8], np.int64)]
+    array: Any = np.array([9, 8], np.int64)
+    prompts: list[PromptLike] = ["12+7=", CHAT, [5, 6, 7], "\u00e9", array]
     rollout = client.rollout(prompts, group_size=2, max_tokens=3)
     expected = [tokenizer.encode("12+7="), chat_ids(tokenizer, CHAT), [5, 6, 7]]
     expected += [tokenizer.encode("\u00e9"), [9, 8]]
     assert [group.prompt_ids.tolist() for group in rollout.groups] == expected
 
 
-def test_answers_within_a_group_differ(client: RolloutClient, base: Weights) -> None:
+def test_answers_within_a_group_differ(client: RolloutClient) -> None:
     rollout = client.rollout([CHAT], group_size=8, max_tokens=48, ignore_eos=True)
     answers = {tuple(sample.completion_ids.tolist()) for sample in rollout.samples}
     assert len(answers) == 8
@@ -208,8 +209,9 @@ def test_stop_token_ids_end_a_completion_and_stay_in_it(
         assert not set(sample.completion_ids.tolist()[:-1]) & stops
 
 
+@pytest.mark.usefixtures("live")
 def test_stop_strings_end_a_completion(
-    client: RolloutClient, live: Weights, tokenizer: PreTrainedTokenizerFast
+    client: RolloutClient, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     letters = [chr(code) for code in range(ord("a"), ord("p"))]
     rollout = client.rollout([CHAT], group_size=16, max_tokens=200, stop=letters, ignore_eos=True)
@@ -239,7 +241,12 @@ def test_text_may_be_switched_off(client: RolloutClient, server_url: str) -> Non
 
 
 def test_sampling_parameters_come_back(client: RolloutClient) -> None:
-    asked = {"max_tokens": 3, "temperature": 0.8, "stop": ["x"], "stop_token_ids": [7]}
+    asked: dict[str, Any] = {
+        "max_tokens": 3,
+        "temperature": 0.8,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+    }
     rollout = client.rollout([[5]], group_size=1, ignore_eos=True, **asked)
     assert rollout.sampling == {
         **SamplingSettings().model_dump(),
@@ -259,8 +266,8 @@ def test_the_model_and_its_tokenizer_are_named(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 0.05])
-def test_a_temperature_comes_back_as_it_was_applied(
-    client: RolloutClient, live: Weights, temperature: float
+def test_a_temperature_comes_back_as_it_was_asked_for(
+    client: RolloutClient, temperature: float
 ) -> None:
     purpose = "eval" if temperature == 0 else "train"
     rollout = client.rollout(
@@ -296,7 +303,7 @@ def test_greedy_evaluation_of_a_group(client: RolloutClient) -> None:
     [{"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}, {"presence_penalty": 1.0}, {"temperature": 2.0}],
 )
 def test_evaluation_may_truncate_the_distribution(
-    client: RolloutClient, setting: dict[str, float]
+    client: RolloutClient, setting: dict[str, Any]
 ) -> None:
     rollout = client.rollout([CHAT], group_size=2, max_tokens=8, purpose="eval", **setting)
     assert rollout.sampling.items() >= {**setting, "purpose": "eval"}.items()
@@ -365,7 +372,8 @@ def test_packed_arrays_are_not_copied(client: RolloutClient) -> None:
     rollout = client.rollout([[5, 6], [7]], group_size=2, max_tokens=5)
     for sample in rollout.samples:
         for array in (sample.prompt_ids, sample.completion_ids, sample.logprobs):
-            assert isinstance(array.base, bytes)
+            base: Any = array.base
+            assert isinstance(base, bytes)
             assert not array.flags.owndata
             assert not array.flags.writeable
 

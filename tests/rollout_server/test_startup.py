@@ -155,5 +155,6 @@ def test_a_port_in_use_ends_the_process(tiny_model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        error = refusal("--model", str(tiny_model), "--port", port)
+        # Nobody should wait for an engine to load before being told.
+        error = refusal("--model", str(tiny_model), "--port", port, seconds=20)
     assert "address already in use" in error.lower()

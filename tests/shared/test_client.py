@@ -109,7 +109,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(module, "_DELAYS_S", (0.001,) * 3)
     monkeypatch.setattr(module, "_POLL_S", 0.001)
 
 
@@ -234,10 +234,11 @@ def test_what_did_no_harm_is_tried_again(flavour: str, ask: Ask, obstacle: Answe
 
 @pytest.mark.parametrize("ask", [roll, info])
 def test_tries_are_bounded(flavour: str, ask: Ask) -> None:
-    for obstacle, expected in [
+    obstacles: list[tuple[Answer, type[TitoError]]] = [
         (httpx.ConnectError("refused"), ServerUnreachable),
         (failing(STARTING), EngineUnavailable),
-    ]:
+    ]
+    for obstacle, expected in obstacles:
         server = Server(obstacle)
         with pytest.raises(expected):
             run(server, flavour, ask)
@@ -291,7 +292,7 @@ def test_the_server_does_not_decide_how_long_the_client_sleeps(
         slept.append(delay)
 
     monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(module.asyncio, "sleep", no_time)
+    monkeypatch.setattr(asyncio, "sleep", no_time)
     endless = failing(EngineUnavailable("later", retry_after=seconds))
     with pytest.raises(EngineUnavailable):
         run(Server(endless), flavour, roll)
@@ -333,7 +334,7 @@ def test_a_body_that_claims_a_compression_it_does_not_have(flavour: str) -> None
         def handle(self, request: httpx.Request) -> httpx.Response:
             headers = {"content-type": MSGPACK, "content-encoding": "gzip"}
             stream = httpx.ByteStream(b"not gzip")
-            return httpx.Response(200, headers=headers, stream=stream)
+            return httpx.Response(200, headers=headers, stream=stream, request=request)
 
     with pytest.raises(TitoError):
         run(Claiming(packed({})), flavour, roll)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def checkpoints(draw: st.DrawFn) -> list[tuple[TensorSpec, bytes]]:
 
 
 def lazy(checkpoint: Sequence[tuple[TensorSpec, bytes]]) -> list[LazyTensor]:
-    return [LazyTensor(spec, lambda data=data: data) for spec, data in checkpoint]
+    return [LazyTensor(spec, functools.partial(bytes, data)) for spec, data in checkpoint]
 
 
 def streamed(checkpoint: Sequence[tuple[TensorSpec, bytes]]) -> bytes:

@@ -75,7 +75,7 @@ def test_configuration_is_frozen(file: Path) -> None:
         ("data.template=hello", "data", "{prompt}"),
         ("data.arithmetic.question={c}", "data.arithmetic", "{a}, {op} and {b}"),
         ("evaluation.path=x.jsonl", "configuration", "held-out problems of its own"),
-        ("optimizer.warmup_updates=1000", "configuration", "100 updates"),
+        ("evaluation.split=test", "configuration", "only source 'dataset' has splits"),
         ("objective.name=ppo", "configuration", "no objective 'ppo'"),
         ("objective.clip_low=2", "configuration", "clip_low"),
         ("objective.kl=k9", "configuration", "k9"),
@@ -104,9 +104,17 @@ def test_jsonl_needs_held_out_rows_or_no_evaluation() -> None:
     parse_config({**MODEL, "data": data, "evaluation": {"prompts": 0}})
 
 
-def test_periodic_evaluation_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.every"):
-        parse_config({**MODEL, "evaluation": {"prompts": 0, "every": 5}})
+@pytest.mark.parametrize("key", ["every", "samples"])
+def test_evaluation_of_nothing_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"need evaluation\.prompts above 0"):
+        parse_config({**MODEL, "evaluation": {"prompts": 0, key: 5}})
+
+
+def test_template_arguments_without_a_template_are_refused() -> None:
+    data = {"source": "jsonl", "path": "x.jsonl", "chat": False}
+    rollout = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ConfigError, match="no effect with"):
+        parse_config({**MODEL, "data": data, "rollout": rollout, "evaluation": {"path": "y"}})
 
 
 @pytest.mark.parametrize("override", ["lr=1", "optimizer.lr", "=1", "optimizer.=1", ".lr=1"])

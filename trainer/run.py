@@ -101,7 +101,7 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     reward, prompts = load_reward(config.reward.function), training_prompts(config)
     held_out = held_out_tasks(config)
     # Bars of other libraries would tear the lines that this one prints.
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     learner = build_learner(config, checkpoint)
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(to_toml(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the tests of real engines share: servers in this process, rollouts in flight, process ids."""
+"""What the tests of real engines share: servers in here, rollouts in flight, process ids."""
 
 from __future__ import annotations
 

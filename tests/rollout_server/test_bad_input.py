@@ -477,7 +477,7 @@ def test_a_reload_body_that_is_wrong(server_url: str, asked: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "path", ["a\0b", "x" * 300, "x" * 5000, "x/" * 3000, "/dev/zero", "/proc/self/mem", "~", "."]
+    "path", ["a\0b", "x" * 300, "x" * 5000, "x/" * 3000, "/dev/zero", "/proc/self/mem", "~"]
 )
 def test_a_reload_path_that_no_system_has(server_url: str, reload_dir: Path, path: str) -> None:
     for wanted in (path, f"{reload_dir}/{path}"):

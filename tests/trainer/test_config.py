@@ -53,7 +53,7 @@ def test_resolved_toml_reads_back_to_the_same_object(tmp_path: Path) -> None:
 
 def test_configuration_is_frozen(file: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load_config(file).optimizer.lr = 1.0
+        load_config(file).optimizer.lr = 1.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

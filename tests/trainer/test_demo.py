@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from trainer import demo
 from trainer.curve import Curve, read_curve, save_curve, terminal_curve
 from trainer.demo import demo_config, rollout_server, run_demo, summarise
 from trainer.errors import TrainerError
@@ -23,7 +22,7 @@ from trainer.errors import TrainerError
 
 def write_run(directory: Path, *, before: float, after: float) -> Path:
     metrics = [
-        {"step": s, "updates": int(s != 2), "reward_mean": None if s == 2 else 0.1 * s,
+        {"step": s, "updates": int(s != 2), "reward_mean": None if s == 2 else 0.25 * s,
          "version": s, "sampled_version": s - 1}
         for s in (1, 2, 3)
     ]  # fmt: skip
@@ -56,7 +55,7 @@ def test_summary_and_verdict(tmp_path: Path, before: float, after: float, passed
 
 def test_curve_is_drawn_in_both_forms(tmp_path: Path) -> None:
     curve = read_curve(write_run(tmp_path, before=0.4, after=0.9))
-    assert curve == Curve([(1, 0.1), (3, pytest.approx(0.3))], [(0, 0.4), (3, 0.9)])
+    assert curve == Curve([(1, 0.25), (3, 0.75)], [(0, 0.4), (3, 0.9)])
     save_curve(curve, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     drawn = Text.from_ansi(terminal_curve(curve, width=70)).plain
@@ -91,7 +90,7 @@ def test_the_server_ends_with_the_block_whatever_happens(
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo.subprocess, "Popen", watched)
+        patch.setattr(subprocess, "Popen", watched)
         with pytest.raises(RuntimeError, match="on purpose"):  # noqa: PT012, SIM117
             with rollout_server(untrained_model, tmp_path / "server.log") as url:
                 assert httpx.get(f"{url}/readyz").status_code == 200

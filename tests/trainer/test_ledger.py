@@ -54,8 +54,8 @@ def step(
         [make_sample(1, (1, 2)), make_sample(1, (3, 4))],
         [make_sample(2, (1,)), make_sample(2, (2,) * 5)],
     ]
-    outcomes = [[GOOD, BAD], [GOOD, GOOD], [BROKEN, GOOD]]
-    fates = [fates_of_group(*pair) for pair in zip(groups, outcomes, strict=True)]
+    outcomes: list[list[Outcome]] = [[GOOD, BAD], [GOOD, GOOD], [BROKEN, GOOD]]
+    fates = [fates_of_group(group, scores) for group, scores in zip(groups, outcomes, strict=True)]
     return {
         "step": 3, "prompts": 3, "group_size": 2, "rollout": make_rollout(groups), "fates": fates,
         "outcomes": outcomes, "loss_tokens": 4, "updates": 1,

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
 
 from shared.protocol import Sample
 from trainer.checks import truncated_share
@@ -80,7 +83,7 @@ def run(directory: Path, *metrics: StepMetrics, resumed_step: int = 0) -> str:
     return out.getvalue()
 
 
-def read(directory: Path) -> list[dict[str, float]]:
+def read(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
+from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
 from trainer.curve import read_records
@@ -205,16 +206,15 @@ def test_another_chat_template_is_refused(
 def test_somebody_elses_publish_is_noticed(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer import run as surroundings
-    from trainer.publish import checkpoint_tensors, publish
+    publish_once = publish.publish
 
     def publish_twice(client: RolloutClient, model: Any, dtype: Any) -> Any:
-        answer = publish(client, model, dtype)
+        answer = publish_once(client, model, dtype)
         model.model.norm.weight.data.mul_(2.0)
-        client.reload(checkpoint_tensors(model, dtype))
+        client.reload(publish.checkpoint_tensors(model, dtype))
         return answer
 
-    monkeypatch.setattr(surroundings.publish, "publish", publish_twice)
+    monkeypatch.setattr(publish, "publish", publish_twice)
     with pytest.raises(MismatchError, match="does another run publish to it"):
         run(run_config(evaluation={"prompts": 0}))
     assert not (tmp_path / "run" / "checkpoints").exists()

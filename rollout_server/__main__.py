@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from typing import NoReturn
 
@@ -37,14 +38,25 @@ def main() -> None:
         _die(str(error), "see rollout-server --help")
     if settings.tokens_file is None and settings.host not in _LOOPBACK:
         log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
-    config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level=settings.log_level, access_log=False
-    )
-    server = uvicorn.Server(config)
-    server.run()
+    server = uvicorn.Server(uvicorn.Config(app, log_level=settings.log_level, access_log=False))
+    # Before the engine loads, which takes long: a port that is taken should be heard of at once.
+    server.run(sockets=[_listen(settings)])
     if failures:
         log.debug("startup failed", exc_info=failures[0])
         _die(f"the engine did not start: {failures[0]}", "the engine's own log is above")
+    if not app.state.startup.is_up:
+        # Told to stop while the engine was loading, in a thread that cannot be stopped.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"{settings.host} port {settings.port}"
+        _die(f"cannot listen on {where}: {error.strerror}", "choose another --host or --port")
 
 
 def _settings() -> ServerSettings:

@@ -34,14 +34,14 @@ def unpack_config(folder: Path) -> None:
     _read_config(folder)
 
 
-def copy_adapter(path: Path, allowed: list[Path], folder: Path) -> None:
+def copy_adapter(path: Path, limits: staging.UploadLimits, folder: Path) -> None:
     """Copy a PEFT adapter directory into a staging folder.
 
     Raises:
         Forbidden: it lies outside every allowed directory.
         InvalidRequest: there is no adapter.
     """
-    (weights,) = staging.find_checkpoint(path / WEIGHTS_FILE, allowed)
+    (weights,) = staging.find_checkpoint(path / WEIGHTS_FILE, limits)
     with staging.storage_errors():
         shutil.copyfile(weights, folder / WEIGHTS_FILE)
         shutil.copyfile(weights.with_name(CONFIG_FILE), folder / CONFIG_FILE)

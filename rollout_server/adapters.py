@@ -100,7 +100,7 @@ class AdapterPublisher:
         """Publish a PEFT adapter directory that the operator allowed."""
 
         async def fill(folder: Path) -> str | None:
-            await asyncio.to_thread(copy_adapter, path, self._limits.allowed_dirs, folder)
+            await asyncio.to_thread(copy_adapter, path, self._limits, folder)
             return announced
 
         return await self._publish(name, fill, options)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.auth import Authenticator
@@ -55,7 +56,9 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(_start(startup, on_startup_failure))
         yield
-        await starting
+        starting.cancel()  # nobody waits for an engine that is still loading
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
         await startup.close()
 
     app = FastAPI(title="Tito rollout server", version="1", lifespan=lifespan)
@@ -95,14 +98,18 @@ def _add_error_handlers(app: FastAPI) -> None:
         answer.status_code = error.status_code
         return answer
 
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        log.exception("unexpected error in %s", request.url.path, exc_info=error)
-        return error_answer(request, EngineFailure(f"unexpected {type(error).__name__}: {error}"))
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+def _bug(request: Request, error: Exception) -> Response:
+    log.error("unexpected error in %s", request.url.path, exc_info=error)
+    return error_answer(request, EngineFailure(f"unexpected {type(error).__name__}: {error}"))
 
 
 class _RequestMetrics:
-    """ASGI middleware that counts and times requests by route."""
+    """ASGI middleware that counts and times requests by route, and answers for bugs."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -122,6 +129,11 @@ class _RequestMetrics:
         with self._metrics.in_flight.track_inprogress():
             try:
                 await self._app(scope, receive, watch)
+            except Exception as error:
+                if status:
+                    raise
+                # Here, since Starlette's own handler of last resort also breaks the connection.
+                await _bug(Request(scope), error)(scope, receive, watch)
             finally:
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._metrics.requests.labels(route, status).inc()

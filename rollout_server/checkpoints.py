@@ -100,7 +100,9 @@ class Checkpoint:
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint: the file itself, or a directory's shards."""
-    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.glob("*.safetensors") if file.is_file())
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ class Manifest:
                 found.append(Problem(name, str(spec), "only tensors that the model has"))
             elif spec.shape != known[name].shape:
                 found.append(Problem(name, f"shape {spec.shape}", f"shape {known[name].shape}"))
-            elif spec.dtype not in (allowed := _ACCEPTED.get(known[name].dtype, (spec.dtype,))):
+            elif spec.dtype not in (
+                allowed := _ACCEPTED.get(known[name].dtype, (known[name].dtype,))
+            ):
                 found.append(Problem(name, f"dtype {spec.dtype}", " or ".join(allowed)))
         return found
 

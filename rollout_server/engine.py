@@ -176,11 +176,14 @@ class VLLMEngine:
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = f"group-{next(self._ids)}"
         lora = _lora_request(adapter) if adapter else None
+        # vLLM refuses several greedy samples of one prompt, which would be equal anyway.
+        different = n if sampling.temperature > 0 else 1
         try:
             async for output in self._llm.generate(
-                prompt, _params(sampling, n), request_id, lora_request=lora
+                prompt, _params(sampling, different), request_id, lora_request=lora
             ):
-                return [_completion(completion) for completion in output.outputs]
+                completions = [_completion(completion) for completion in output.outputs]
+                return completions * (n // different)
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
         except EngineGenerateError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import reprlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -16,6 +17,10 @@ from shared.protocol import JSON, MSGPACK
 
 _PROBLEMS_SHOWN = 20
 _SHOWN_CHARS = 80
+
+# Input may be huge, or nested deeper than repr() can go.
+_SHOW = reprlib.Repr()
+_SHOW.maxstring = _SHOW.maxother = _SHOWN_CHARS
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -66,15 +71,16 @@ def _validate(document: Any, model: type[M]) -> M:
 
 
 def _problem(error: Any, model: type[BaseModel]) -> Problem:
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
+    parts = (f"[{p}]" if isinstance(p, int) else f".{p:.{_SHOWN_CHARS}}" for p in error["loc"])
+    where = "".join(parts).lstrip(".")
     match error["type"]:
         case "extra_forbidden":
             return Problem(where, "an unknown field", ", ".join(model.model_fields))
         case "missing":
             return Problem(where, "nothing", "a value; the field is required")
-    got = repr(error["input"])
-    shown = got if len(got) <= _SHOWN_CHARS else f"{got[:_SHOWN_CHARS]}..."
-    return Problem(where or "body", shown, error["msg"].removeprefix("Input should be "))
+    return Problem(
+        where or "body", _SHOW.repr(error["input"]), error["msg"].removeprefix("Input should be ")
+    )
 
 
 def whole_number(where: str, text: str | None) -> int | None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from shared.errors import InvalidRequest, Problem
 from shared.protocol import ChatMessage
 from shared.tokens import tokenizer_fingerprint
 
 _PROBLEMS_SHOWN = 20
+_SHOWN_CHARS = 300
+_TOKENIZER_ARGUMENTS = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
 
 
 class PromptEncoder:
@@ -35,6 +42,7 @@ class PromptEncoder:
         Raises:
             InvalidRequest: one or more prompts cannot be used; ``problems`` gives their indices.
         """
+        self._check_template(template)
         encoded: list[list[int]] = []
         problems: list[Problem] = []
         for index, prompt in enumerate(prompts):
@@ -48,14 +56,27 @@ class PromptEncoder:
             )
         return encoded
 
+    def _check_template(self, template: dict[str, Any]) -> None:
+        # What the tokenizer itself understands would cut, pad or replace prompts behind our back.
+        if reserved := sorted(_TOKENIZER_ARGUMENTS & template.keys()):
+            where, allowed = (
+                f"chat_template_kwargs.{reserved[0]}",
+                "variables of the template alone",
+            )
+            problem = Problem(where, "an argument of the tokenizer", allowed)
+            raise InvalidRequest("the chat template cannot be given that", problems=[problem])
+
     def _encode_one(
         self, where: str, prompt: str | list[int] | list[ChatMessage], template: dict[str, Any]
     ) -> tuple[list[int], Problem | None]:
         try:
             ids = self._ids(prompt, template)
-        except Exception as error:  # a template is a program, and may raise anything
-            return [], Problem(where, f"{type(error).__name__}: {error}", "a prompt it can render")
-        return ids, self._problem(where, ids)
+            return ids, self._problem(where, ids)
+        except Exception as error:  # a template is a program, and may raise or return anything
+            reason = f"{type(error).__name__}: {error}"
+            return [], Problem(
+                where, reason[:_SHOWN_CHARS], "a prompt that the template can render"
+            )
 
     def _ids(
         self, prompt: str | list[int] | list[ChatMessage], template: dict[str, Any]

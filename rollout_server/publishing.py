@@ -35,6 +35,7 @@ from shared.protocol import PauseMode, ReloadResult
 log = logging.getLogger("tito.publishing")
 
 _BUSY_RETRY_S = 5.0
+_RESUME_ATTEMPTS = 2
 
 Ended = Callable[[str, Publish], None]
 """Called with the policy's name and the record of a publish that has come to an end."""
@@ -178,7 +179,7 @@ class Publisher:
             Forbidden: the path, links resolved, is outside every allowed directory.
             InvalidRequest: there is no checkpoint.
         """
-        files = await asyncio.to_thread(staging.find_checkpoint, path, self._limits.allowed_dirs)
+        files = await asyncio.to_thread(staging.find_checkpoint, path, self._limits)
         return await self._from_files(files, announced, options)
 
     async def reset(self, options: PublishOptions) -> ReloadResult:
@@ -303,11 +304,16 @@ class Publisher:
         return ReloadResult(version, verified.digest, publish.timings)
 
     async def _resume(self, engine: Engine) -> None:
-        try:
-            await engine.resume()
-        except EngineDied:
-            # The version is committed, so the next engine comes up with it.
-            await self._supervisor.replaced(engine)
+        for _ in range(_RESUME_ATTEMPTS):
+            try:
+                return await engine.resume()
+            except EngineDied:
+                # The version is committed, so the next engine comes up with it.
+                return await self._supervisor.replaced(engine)
+            except Exception as error:
+                reason = f"the engine does not resume after a publish: {error}; restart the server"
+        self.closed = reason
+        raise EngineUnavailable(reason)
 
     async def restore(self, engine: Engine) -> None:
         """Put the committed version into an engine that holds another, and label its tokens."""
@@ -350,6 +356,9 @@ async def _pause(engine: Engine, options: PublishOptions) -> None:
         ) from None
     except EngineDied as error:
         raise EngineUnavailable(f"the engine died; nothing has changed: {error}") from error
+    except Exception as error:
+        await engine.resume()
+        raise EngineFailure(f"the engine did not pause; nothing has changed: {error}") from error
 
 
 async def to_its_end(publish: Coroutine[Any, Any, ReloadResult]) -> ReloadResult:

@@ -103,6 +103,12 @@ class RolloutService:
         if request.max_tokens >= self._max_model_len:
             allowed = f"1 to {self._max_model_len - 1}, the context less one prompt token"
             problems.append(Problem("max_tokens", str(request.max_tokens), allowed))
+        vocab_size = self._supervisor.vocab_size
+        problems += [
+            Problem(f"stop_token_ids[{index}]", str(token), f"ids below {vocab_size}")
+            for index, token in enumerate(request.stop_token_ids)
+            if token >= vocab_size
+        ]
         samples = len(request.prompts) * request.group_size
         if samples > self._max_samples:
             got = f"{len(request.prompts)} prompts x {request.group_size} = {samples} samples"

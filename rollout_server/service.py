@@ -127,6 +127,11 @@ class Startup:
             log.info("ready: %s at version %d, %s", policy.name, policy.version, policy.digest)
 
     @property
+    def is_up(self) -> bool:
+        """Whether the service came up."""
+        return self._service is not None
+
+    @property
     def service(self) -> Service:
         """The running service.
 

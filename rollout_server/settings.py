@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -35,7 +36,9 @@ def _setting(default: Any, group: str, help: str, **constraints: Any) -> Any:
 class ServerSettings(BaseSettings):
     """See ``python -m rollout_server --help`` for the same, grouped."""
 
-    model_config = SettingsConfigDict(env_prefix="TITO_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TITO_", extra="forbid", frozen=True, allow_inf_nan=False
+    )
     config_file: ClassVar[Path | None] = None
 
     model: str = _setting(..., "Model", "Hugging Face name, or path of a model directory.")
@@ -134,13 +137,17 @@ def settings_from_args(argv: Sequence[str]) -> ServerSettings:
     Raises:
         pydantic.ValidationError: a value is missing or not allowed.
         FileNotFoundError: the file named by ``--config`` is not there.
+        ValueError: it is not TOML.
     """
     given = vars(_parser().parse_args(argv))
     config = given.pop("config", None)
     if config is not None and not config.is_file():
         raise FileNotFoundError(f"--config {config}: no such file")
     source = type("ServerSettings", (ServerSettings,), {"config_file": config})
-    settings: ServerSettings = source(**given)
+    try:
+        settings: ServerSettings = source(**given)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config {config}: {error}") from None
     return settings
 
 
@@ -150,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve rollouts of a language model, as token ids, from an embedded vLLM.",
         epilog="Every flag can also be TITO_<FLAG> in the environment, or a line of the file.",
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, help="TOML file with any of these settings.")
     groups: dict[str, argparse._ArgumentGroup] = {}

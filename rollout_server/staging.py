@@ -22,6 +22,7 @@ from shared.errors import (
 from shared.weights import TRAILER_BYTES
 
 _WRITE_BYTES = 4 << 20
+_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +100,34 @@ def cut_trailer(path: Path) -> str:
     return trailer.decode()
 
 
-def find_checkpoint(path: Path, allowed: list[Path]) -> list[Path]:
+def find_checkpoint(path: Path, limits: UploadLimits) -> list[Path]:
     """The safetensors files at a path, links resolved.
 
     Raises:
         Forbidden: one of them lies outside every allowed directory.
         InvalidRequest: there are none.
+        BodyTooLarge: they are larger than an upload may be.
     """
-    files = [file.resolve() for file in checkpoint_files(path.resolve())]
-    for file in files or [path.resolve()]:
-        if not any(file.is_relative_to(directory) for directory in allowed):
-            listed = ", ".join(map(str, allowed)) or "none (see --reload-dirs)"
-            raise Forbidden(f"{path} is outside the directories allowed: {listed}")
+    try:
+        files = [file.resolve() for file in checkpoint_files(path.resolve())]
+        outside = [f for f in files or [path.resolve()] if not _is_allowed(f, limits.allowed_dirs)]
+        size = sum(file.stat().st_size for file in files)
+    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or a loop of links
+        problem = Problem("path", repr(str(path)[:_SHOWN_CHARS]), "a path that exists")
+        raise InvalidRequest(f"the path cannot be read: {error}", problems=[problem]) from None
+    if outside:
+        listed = ", ".join(map(str, limits.allowed_dirs)) or "none (see --reload-dirs)"
+        raise Forbidden(f"{path} is outside the directories allowed: {listed}")
     if not files:
         problem = Problem("path", str(path), "a .safetensors file or a directory of them")
         raise InvalidRequest("there is no checkpoint", problems=[problem])
+    if size > limits.max_bytes:
+        raise BodyTooLarge(f"the checkpoint is {size} bytes; allowed: {limits.max_bytes}")
     return files
+
+
+def _is_allowed(file: Path, directories: list[Path]) -> bool:
+    return any(file.is_relative_to(directory) for directory in directories)
 
 
 def copy_in(files: list[Path], folder: Path) -> None:

@@ -15,7 +15,7 @@ import orjson
 
 from shared.codec import encode, rollout_from_wire
 from shared.delta_sender import DeltaBase
-from shared.errors import MalformedBody, ServerUnreachable
+from shared.errors import MalformedBody, ProtocolMismatch
 from shared.protocol import (
     ADAPTER_CONFIG_KEY,
     DEFAULT_POLICY,
@@ -87,7 +87,7 @@ class Target:
 
 def rollout(prompts: Sequence[PromptLike], settings: Mapping[str, Any]) -> Call[Rollout]:
     """``POST /rollout`` with packed arrays."""
-    body = encode({"prompts": _plain(prompts), "packed": True, **settings}, MSGPACK)
+    body = encode(_plain({"prompts": prompts, "packed": True, **settings}), MSGPACK)
     headers = {"content-type": MSGPACK}
     return Call("POST", "/rollout", rollout_from_wire, headers, body=lambda: body)
 
@@ -172,7 +172,7 @@ def _read_info(document: Any) -> ServerInfo:
     except (KeyError, TypeError) as error:
         raise MalformedBody(f"not an /info answer: {error!r}") from None
     if found.protocol != PROTOCOL_VERSION:
-        raise ServerUnreachable(
+        raise ProtocolMismatch(
             f"the server speaks protocol {found.protocol}, this client {PROTOCOL_VERSION}"
         )
     return found

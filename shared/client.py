@@ -40,6 +40,7 @@ from shared.resume import Continuation, continuations, joined
 from shared.weights import LazyTensor
 
 _DELAYS_S = (0.25, 0.5, 1.0)
+_MAX_DELAY_S = 60.0
 _POLL_S = 0.25
 _RESUMED_AT_ONCE = 64
 
@@ -73,7 +74,7 @@ class _Exchange:
             return document
         raise from_wire(document, status=response.status_code)
 
-    def unreachable(self, error: httpx.TransportError) -> ServerUnreachable:
+    def unreachable(self, error: httpx.RequestError) -> ServerUnreachable:
         reason = str(error) or type(error).__name__
         return ServerUnreachable(f"no answer from {self.url}: {reason}")
 
@@ -88,6 +89,11 @@ def _did_nothing(error: TitoError) -> bool:
     if isinstance(error, EngineUnavailable | Overloaded):
         return error.retry_after is not None
     return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def _pause(error: TitoError, delay: float) -> float:
+    """Seconds to wait: what the server asks for, within reason, or else our own delay."""
+    return delay if error.retry_after is None else min(max(error.retry_after, 0.0), _MAX_DELAY_S)
 
 
 def _is_other_base(error: Conflict) -> bool:
@@ -255,13 +261,13 @@ class RolloutClient:
             except TitoError as error:
                 if delay is None or not _did_nothing(error):
                     raise
-                time.sleep(error.retry_after or delay)
+                time.sleep(_pause(error, delay))
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
         try:
             return self._exchange.read(self._http.request(method, path, **request))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._exchange.unreachable(error) from error
 
     def close(self) -> None:
@@ -393,13 +399,13 @@ class AsyncRolloutClient:
             except TitoError as error:
                 if delay is None or not _did_nothing(error):
                     raise
-                await asyncio.sleep(error.retry_after or delay)
+                await asyncio.sleep(_pause(error, delay))
         raise AssertionError("the last attempt returns or raises")
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:
         try:
             return self._exchange.read(await self._http.request(method, path, **request))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._exchange.unreachable(error) from error
 
     async def aclose(self) -> None:

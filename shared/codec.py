@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from shared.errors import MalformedBody, UnsupportedMediaType
 from shared.protocol import (
@@ -26,6 +27,7 @@ from shared.protocol import (
     Span,
 )
 
+_SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 _IDS = np.dtype("<i4")
 _LOGPROBS = np.dtype("<f4")
 
@@ -51,15 +53,36 @@ def decode(body: bytes, content_type: str) -> Any:
     """
     try:
         if content_type == MSGPACK:
-            return msgpack.unpackb(body, ext_hook=_refuse_extension)
+            document = msgpack.unpackb(body, ext_hook=_refuse_extension, strict_map_key=True)
+            _check_plain(document)
+            return document
         if content_type == JSON:
             return orjson.loads(body)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__  # msgpack's have no message
         raise MalformedBody(f"the body is not valid {content_type}: {reason}") from None
     raise UnsupportedMediaType(
         f"Content-Type {content_type or '(none)'!r} is not understood; send {MSGPACK} or {JSON}"
     )
+
+
+def _check_plain(value: Any) -> None:
+    """Refuse what msgpack can say and JSON cannot, but for bytes, which are packed arrays.
+
+    Timestamps do not reach the hook for extensions, and keys may be bytes.
+    """
+    if isinstance(value, list):
+        # Most lists are token ids or logprobs, of which there may be millions.
+        if not all(type(item) in _SCALARS for item in value):
+            for item in value:
+                _check_plain(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"map key {key!r:.80} is not a string")
+            _check_plain(item)
+    elif isinstance(value, msgpack.Timestamp):
+        raise ValueError("timestamps are not allowed")
 
 
 def _refuse_extension(code: int, _: bytes) -> Any:
@@ -80,14 +103,24 @@ def pack_logprobs(logprobs: Sequence[float] | LogprobArray, packed: bool) -> byt
 
 def unpack_ids(value: bytes | list[int]) -> IdArray:
     """int32 array; a read-only view of the received bytes when they were packed."""
-    return np.frombuffer(value, _IDS) if isinstance(value, bytes) else np.array(value, _IDS)
+    return _array(value, _IDS, "iu").astype(_IDS, copy=False)
 
 
 def unpack_logprobs(value: bytes | list[float]) -> LogprobArray:
     """float32 array; a read-only view of the received bytes when they were packed."""
+    return _array(value, _LOGPROBS, "iuf").astype(_LOGPROBS, copy=False)
+
+
+def _array(value: Any, packed: np.dtype[Any], kinds: str) -> NDArray[Any]:
+    """One dimension of numbers of certain kinds; numpy alone would round and nest what it gets."""
     if isinstance(value, bytes):
-        return np.frombuffer(value, _LOGPROBS)
-    return np.array(value, _LOGPROBS)
+        return np.frombuffer(value, packed)
+    array = np.array(value) if value else np.empty(0, packed)
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"an array of {packed.name} is expected, not {value!r:.80}")
+    if packed == _IDS and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+        raise ValueError("a token id does not fit into 32 bits")
+    return array
 
 
 def rollout_from_wire(document: dict[str, Any]) -> Rollout:
@@ -105,7 +138,7 @@ def rollout_from_wire(document: dict[str, Any]) -> Rollout:
             sampling=document["sampling"],
             groups=groups,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedBody(f"not a rollout answer: {error!r}") from error
 
 
@@ -118,6 +151,9 @@ def group_from_wire(document: dict[str, Any]) -> Group:
 
 def _sample_from_wire(document: dict[str, Any], group_id: int, prompt_ids: IdArray) -> Sample:
     completion_ids = unpack_ids(document["completion_ids"])
+    logprobs = unpack_logprobs(document["logprobs"])
+    if len(logprobs) != len(completion_ids):
+        raise ValueError(f"{len(completion_ids)} ids have {len(logprobs)} logprobs")
     finish_reason: FinishReason = document["finish_reason"]
     version, digest = document["version"], document["digest"]
     whole = [{"version": version, "digest": digest, "start": 0, "end": len(completion_ids)}]
@@ -125,7 +161,7 @@ def _sample_from_wire(document: dict[str, Any], group_id: int, prompt_ids: IdArr
         group_id=group_id,
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        logprobs=unpack_logprobs(document["logprobs"]),
+        logprobs=logprobs,
         finish_reason=finish_reason,
         version=version,
         digest=digest,

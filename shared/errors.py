@@ -15,7 +15,8 @@
     |-- EngineFailure           500  the engine failed while it worked on this request
     |-- EngineUnavailable       503  the engine cannot generate now; ``retry_after`` may say when
     |-- InsufficientStorage     507  the server's disk or shared memory is full
-    `-- ServerUnreachable       (client only) no answer came, or one that is not Tito's
+    |-- ServerUnreachable       (client only) no answer came, or one that is not Tito's
+    `-- ProtocolMismatch        (client only) the server speaks another version of the protocol
 
 The server raises these and turns them into ``{"error": {...}}`` with the status code; the client
 reads that document and raises the same class. ``str(error)`` is what a person should read.
@@ -143,6 +144,12 @@ class ServerUnreachable(TitoError):
     code = "server_unreachable"
 
 
+class ProtocolMismatch(TitoError):
+    """Client only: what this client was written for is not what the server speaks."""
+
+    code = "protocol_mismatch"
+
+
 _BY_CODE: dict[str, type[TitoError]] = {
     cls.code: cls
     for cls in (
@@ -162,10 +169,20 @@ def from_wire(document: Any, *, status: int) -> TitoError:
     """
     match document:
         case {"error": {"code": str(code), "message": str(message)} as error}:
+            details, retry_after = error.get("details"), error.get("retry_after")
             return _BY_CODE.get(code, TitoError)(
                 message,
-                problems=[Problem(**problem) for problem in error.get("problems", [])],
-                retry_after=error.get("retry_after"),
-                details=error.get("details"),
+                problems=_problems_from_wire(error.get("problems")),
+                retry_after=retry_after if isinstance(retry_after, int | float) else None,
+                details=details if isinstance(details, dict) else None,
             )
     return ServerUnreachable(f"HTTP {status}, and the body is no Tito error: {document!r:.200}")
+
+
+def _problems_from_wire(listed: Any) -> list[Problem]:
+    """The problems that can be understood; a newer server may say more about each."""
+    return [
+        Problem(str(item["where"]), str(item["got"]), str(item["allowed"]))
+        for item in (listed if isinstance(listed, list) else [])
+        if isinstance(item, dict) and item.keys() >= {"where", "got", "allowed"}
+    ]

@@ -45,6 +45,7 @@ POLICY_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 ADAPTER_CONFIG_KEY = "adapter_config"
 """Key in a safetensors header's metadata under which a streamed LoRA adapter has PEFT's config."""
 
+MIN_TEMPERATURE = 0.01
 MAX_GROUP_SIZE = 1024
 MAX_PROMPTS = 16384
 
@@ -91,11 +92,13 @@ def _prompt_kind(prompt: Any) -> str | None:
 
 
 _TokenId = Annotated[int, Field(strict=True, ge=0)]
+_WholeNumber = Annotated[int, Field(strict=True)]
 
 Prompt = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
-    | Annotated[list[_TokenId], Tag("ids")]
-    | Annotated[list[ChatMessage], Tag("messages")],
+    # One bad id is enough to refuse a prompt; a report of each would cost more than the prompt.
+    | Annotated[list[_TokenId], Field(fail_fast=True), Tag("ids")]
+    | Annotated[list[ChatMessage], Field(fail_fast=True), Tag("messages")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",
@@ -109,10 +112,14 @@ class SamplingSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    max_tokens: int = Field(512, ge=1, description="New tokens a completion may have.")
-    temperature: float = Field(1.0, ge=0.0, le=100.0, description="0 is greedy, for eval only.")
+    max_tokens: _WholeNumber = Field(512, ge=1, description="New tokens a completion may have.")
+    temperature: float = Field(
+        1.0, ge=0.0, le=2.0, description="0.01 to 2, or 0, which is greedy and for eval only."
+    )
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus mass; below 1 for eval only.")
-    top_k: int = Field(0, ge=0, description="0 keeps the whole vocabulary; else for eval only.")
+    top_k: _WholeNumber = Field(
+        0, ge=0, description="0 keeps the whole vocabulary; else for eval only."
+    )
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="Above 0 for eval only.")
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Not 0 for eval only.")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Not 0 for eval only.")
@@ -125,16 +132,27 @@ class SamplingSettings(BaseModel):
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
 
+    @field_validator("temperature")
+    @classmethod
+    def _is_applied(cls, value: float) -> float:
+        # The engine would raise it to its own minimum without a word.
+        if 0.0 < value < MIN_TEMPERATURE:
+            raise PydanticCustomError("temperature", "0 (greedy), or 0.01 to 2")
+        return value
+
 
 class RolloutRequest(SamplingSettings):
     """Body of ``POST /rollout``."""
 
     prompts: list[Prompt] = Field(
+        fail_fast=True,
         min_length=1,
         max_length=MAX_PROMPTS,
         description="Chat messages, plain text or token ids; forms may be mixed.",
     )
-    group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE, description="Completions per prompt.")
+    group_size: _WholeNumber = Field(
+        8, ge=1, le=MAX_GROUP_SIZE, description="Completions per prompt."
+    )
     purpose: Purpose = Purpose.TRAIN
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the chat template, e.g. enable_thinking."

@@ -76,8 +76,8 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | Non
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:
-        if spec.name in header:
-            raise ValueError(f"tensor {spec.name} is listed twice")
+        if spec.name in header or spec.name == "__metadata__":
+            raise ValueError(f"tensor {spec.name} is listed twice, or has a reserved name")
         end = offset + spec.nbytes
         header[spec.name] = {
             "dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end],
@@ -137,7 +137,7 @@ def _parse_entry(name: str, entry: Any, header_bytes: int) -> TensorRange:
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name} has dtype {dtype}; allowed: {', '.join(ITEM_BYTES)}")
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
         raise ValueError(f"tensor {name} has a negative or non-integer size")
     base = PREFIX_BYTES + header_bytes
     return TensorRange(TensorSpec(name, dtype, shape), base + start, base + end)

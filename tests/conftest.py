@@ -66,7 +66,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
 
 def wait_ready(client: RolloutClient, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait for a server, but not for one that has exited."""
-    for _ in range(60):
+    for _ in range(180):
         with contextlib.suppress(Exception):
             client.wait_ready(2.0)
             return

@@ -92,7 +92,7 @@ def test_b_takes_over_from_a_that_was_killed(
         RolloutClient(server_url, timeout=PATIENCE_S, transport=wire) as b,
         b.lease(holder="trainer B", ttl=30, wait=PATIENCE_S) as lease,
     ):
-        assert lease.fence > fence
+        assert (fence_b := lease.fence) > fence
 
         # What A committed is what B finds, and its own copy of it is all that B needs.
         own = stepped(stepped(first, 0), 1)
@@ -130,7 +130,7 @@ def test_b_takes_over_from_a_that_was_killed(
 
     # B has given the lease up; nobody needs to wait for its end.
     with client.lease(holder="next") as after:
-        assert after.fence > lease.fence
+        assert after.fence > fence_b
 
 
 def publish_with(

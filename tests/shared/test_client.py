@@ -349,14 +349,14 @@ def test_json_answers_are_read_too(flavour: str) -> None:
 
 def test_another_protocol_is_refused(flavour: str) -> None:
     server = Server(packed(asdict(INFO) | {"protocol": 2}))
-    with pytest.raises(ServerUnreachable, match="protocol 2"):
+    with pytest.raises(ProtocolMismatch, match="protocol 2"):
         run(server, flavour, info)
 
 
 def test_waiting_for_another_protocol_is_pointless(flavour: str) -> None:
     server = Server(packed({}), packed(asdict(INFO) | {"protocol": 2}))
     start = time.monotonic()
-    with pytest.raises(ServerUnreachable, match="protocol 2"):
+    with pytest.raises(ProtocolMismatch, match="protocol 2"):
         run(server, flavour, lambda client: client.wait_ready(3.0))
     assert time.monotonic() - start < 2
 

@@ -36,7 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A barely trained policy: its samples are long and differ, which most tests want."""
     from trainer.tiny_policy import make_tiny_policy
 
-    return make_tiny_policy(tmp_path_factory.mktemp("models") / "tiny", warm_up_steps=2)
+    return make_tiny_policy(tmp_path_factory.mktemp("models") / "tiny", warm_up_steps=5)
 
 
 @pytest.fixture(scope="session")

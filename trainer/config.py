@@ -206,7 +206,7 @@ class TrainConfig(_Section):
         default=16384, description="Padded tokens in one forward pass. Results do not depend on it."
     )
     seed: int = 0
-    checkpoint_every: CountOrNone = Field(default=0, description="Steps; 0: at the end alone.")
+    checkpoint_every: CountOrNone = Field(default=50, description="Steps; 0: at the end alone.")
     keep_checkpoints: Count = 2
 
 

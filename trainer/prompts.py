@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.arithmetic import ArithmeticStream, Split
+from trainer.arithmetic import ArithmeticStream, Problem, Split
 from trainer.config import ArithmeticConfig, Config, DataConfig
 from trainer.errors import DataError
 
@@ -105,10 +105,12 @@ def held_out_tasks(config: Config) -> list[Task]:
         DataError: as for :func:`training_prompts`.
     """
     evaluation = config.evaluation
+    if not evaluation.prompts:
+        return []
     if config.data.source == "arithmetic":
         # A fixed seed: accuracies of runs that differ in train.seed stay comparable.
         stream = _stream(config.data.arithmetic, "held_out", seed=0)
-        return [_arithmetic_task(problem) for problem in stream.distinct(evaluation.prompts)]
+        return [_arithmetic_task(problem) for problem in _distinct(stream, evaluation.prompts)]
     if evaluation.path is None:
         raise DataError("no held-out problems: set evaluation.path")
     # Problems are compared across runs, so their order is the file's.
@@ -128,7 +130,14 @@ def _stream(options: ArithmeticConfig, split: Split, seed: int) -> ArithmeticStr
     )
 
 
-def _arithmetic_task(problem: Any) -> Task:
+def _distinct(stream: ArithmeticStream, count: int) -> list[Problem]:
+    try:
+        return stream.distinct(count)
+    except ValueError as error:
+        raise DataError(f"evaluation.prompts: {error}") from None
+
+
+def _arithmetic_task(problem: Problem) -> Task:
     return Task(problem.messages, problem.answer)
 
 

@@ -70,10 +70,16 @@ def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(spec, _Load(tensor, target))
 
 
-def publish(client: RolloutClient, model: nn.Module, dtype: torch.dtype) -> ReloadResult:
+def publish(
+    client: RolloutClient, model: nn.Module, dtype: torch.dtype, *, fence: int
+) -> ReloadResult:
     """Make the server sample from ``model``; returns the version that it now serves.
+
+    Args:
+        fence: number of the lease that gives the right to.
 
     Raises:
         WeightsRejected: the server refused them and still serves what it served before.
+        Conflict: the lease has passed to somebody else.
     """
-    return client.reload(checkpoint_tensors(model, dtype))
+    return client.reload(checkpoint_tensors(model, dtype), fence=fence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import transformers
 from rich.console import Console
 
 from shared.client import RolloutClient
+from shared.lease import Lease
 from shared.protocol import ReloadResult
 from trainer import evaluate, publish
 from trainer.agreement import refuse_other_tokenizer
@@ -25,6 +27,8 @@ from trainer.progress import LOSS_NOTE, ProgressLog
 from trainer.prompts import PromptSource, Task, held_out_tasks, training_prompts
 from trainer.rewards import Reward, load_reward
 
+LEASE_TTL_S = 60.0
+
 
 @dataclass(frozen=True)
 class Run:
@@ -32,6 +36,7 @@ class Run:
 
     Attributes:
         output: directory of everything that is kept.
+        lease: the right to publish, which keeps a second trainer from writing to the server.
         began: how far an earlier run had come when this one took over; all 0 without one.
         vocab_size: the server's; ids at or above it are damaged.
     """
@@ -39,6 +44,7 @@ class Run:
     config: Config
     output: Path
     client: RolloutClient
+    lease: Lease
     learner: Learner
     prompts: PromptSource
     held_out: Sequence[Task]
@@ -51,7 +57,8 @@ class Run:
         """Make the server sample from the model as it is now."""
         with self.log.phase("publishing"):
             dtype = getattr(torch, self.config.server.publish_dtype)
-            return publish.publish(self.client, self.learner.model, dtype)
+            fence = self.lease.fence
+            return publish.publish(self.client, self.learner.model, dtype, fence=fence)
 
     def evaluate(self, step: int) -> None:
         """Measure the served policy on the held-out problems, if there are any."""
@@ -111,18 +118,25 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
         with log.phase("waiting for the server"):
             info = client.wait_ready(config.server.ready_timeout)
         refuse_other_tokenizer(info.tokenizer, learner.fingerprint)
-        yield Run(
-            config=config,
-            output=output,
-            client=client,
-            learner=learner,
-            prompts=prompts,
-            held_out=held_out,
-            reward=reward,
-            log=log,
-            began=began,
-            vocab_size=info.vocab_size,
-        )
+        with client.lease(holder=_holder(output), ttl=LEASE_TTL_S) as lease:
+            yield Run(
+                config=config,
+                output=output,
+                client=client,
+                lease=lease,
+                learner=learner,
+                prompts=prompts,
+                held_out=held_out,
+                reward=reward,
+                log=log,
+                began=began,
+                vocab_size=info.vocab_size,
+            )
+
+
+def _holder(output: Path) -> str:
+    """Who publishes: the run, not the process, so that resuming takes a dead one's lease over."""
+    return f"{socket.gethostname()}:{output.absolute()}"[-128:]
 
 
 def _starting_point(checkpoints: Path, *, resume: bool) -> Path | None:

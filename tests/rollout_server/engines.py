@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from rollout_server.app import create_app
@@ -189,25 +190,66 @@ def assert_made_by(
     assert len(errors) < 20 or mean < BF16_MEAN_NATS, f"off by {mean} nats on average"
 
 
-def server_process(url: str) -> psutil.Process:
+@dataclass(frozen=True)
+class Process:
+    """A process as the kernel shows it; the number is not used again while a test runs."""
+
+    pid: int
+
+    @property
+    def command(self) -> list[str]:
+        """What it was started with, or what it calls itself."""
+        return self._read("cmdline").rstrip("\0").split("\0")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has neither ended nor waits to be buried."""
+        return self._status[:1] not in ([], ["Z"], ["X"])
+
+    @property
+    def parent(self) -> int:
+        return int(self._status[1]) if self._status else 0
+
+    @property
+    def _status(self) -> list[str]:
+        # A name in brackets comes first, and may have brackets and blanks in it.
+        return self._read("stat").rpartition(")")[2].split()
+
+    def _read(self, name: str) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/{name}").read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def kill(self) -> None:
+        """End it on the spot."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def descendants(self) -> list[Process]:
+        """Its children, their children, and so on."""
+        everybody = [Process(int(path.name)) for path in Path("/proc").glob("[0-9]*")]
+        family = {self.pid}
+        for _ in range(8):  # generations
+            family |= {process.pid for process in everybody if process.parent in family}
+        return [process for process in everybody if process.pid in family - {self.pid}]
+
+
+def server_process(url: str) -> Process:
     """The server that this process started on that address."""
     port = url.rpartition(":")[2]
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.cmdline()[-1:] and port in process.cmdline():
-                return process
+    for process in Process(os.getpid()).descendants():
+        if "rollout_server" in process.command and port in process.command:
+            return process
     raise AssertionError(f"no child of this process serves {url}")
 
 
-def engine_processes(server: psutil.Process) -> dict[str, psutil.Process]:
+def engine_processes(server: Process) -> dict[str, Process]:
     """vLLM's processes below a server: ``core`` and ``worker``."""
-    found: dict[str, psutil.Process] = {}
-    for process in server.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            title = " ".join(process.cmdline())
-            for role, mark in (("core", "VLLM::EngineCore"), ("worker", "VLLM::Worker")):
-                if mark in title:
-                    found[role] = process
+    found = {}
+    for process in server.descendants():
+        for role, mark in (("core", "VLLM::EngineCore"), ("worker", "VLLM::Worker")):
+            if mark in " ".join(process.command):
+                found[role] = process
     return found
 
 

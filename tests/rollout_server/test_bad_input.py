@@ -78,7 +78,7 @@ def problem_of(response: httpx.Response, where: str) -> dict[str, str]:
         ("temperature", math.nan, "nan", "finite"),
         ("temperature", math.inf, "inf", "finite"),
         ("temperature", -math.inf, "inf", "finite"),
-        ("temperature", 101, "101", "100"),
+        ("temperature", 2.5, "2.5", "2"),
         ("temperature", "hot", "hot", "number"),
         ("top_p", 0.0, "0.0", "0"),
         ("top_p", 0.9, "0.9", "1.0"),

@@ -213,6 +213,12 @@ def two(base: Weights) -> Lora:
     return lora(base, 2, rank=2, alpha=6)
 
 
+def assert_made_of(rollout: Rollout, weights: Weights) -> None:
+    """All samples were made by these weights, whatever they are called."""
+    for sample in rollout.samples:
+        assert_made_by(sample, lambda _: weights)
+
+
 def test_a_streamed_adapter_samples_as_the_merged_weights_do(
     client: RolloutClient, base: Weights, one: Lora
 ) -> None:
@@ -321,7 +327,7 @@ def test_two_policies_and_the_base_in_one_batch(
             assert_made_by(sample, made.__getitem__)
             for digest in set(made) - {sample.digest}:
                 with pytest.raises(AssertionError, match="off by"):
-                    assert_made_by(sample, lambda _, digest=digest: made[digest])
+                    assert_made_by(sample, dict.fromkeys(made, made[digest]).__getitem__)
 
 
 def test_more_policies_than_slots_take_turns(
@@ -337,9 +343,7 @@ def test_more_policies_than_slots_take_turns(
 
     with ThreadPoolExecutor() as pool:
         for name, rollout in zip(adapters, pool.map(roll, adapters), strict=True):
-            merged = adapters[name].onto(base)
-            for sample in rollout.samples:
-                assert_made_by(sample, lambda _, merged=merged: merged)
+            assert_made_of(rollout, adapters[name].onto(base))
 
 
 def test_a_request_in_flight_keeps_its_adapter(
@@ -406,7 +410,8 @@ def test_staleness_is_counted_for_each_policy(client: RolloutClient, one: Lora, 
     ask: dict[str, Any] = {"group_size": 1, "max_tokens": 2, "policy": "p"}
     assert client.rollout([[5]], version=2, **ask).samples[0].version == 2
     assert client.rollout([[5]], min_version=2, **ask).samples[0].version == 2
-    for condition in ({"version": 1}, {"min_version": 3}):
+    conditions: list[dict[str, Any]] = [{"version": 1}, {"min_version": 3}]
+    for condition in conditions:
         with pytest.raises(TitoError) as caught:
             client.rollout([[5]], **condition, **ask)
         assert caught.value.status == 412
@@ -521,7 +526,7 @@ def send(url: str, raw: bytes, policy: str = "p", digest: str | None = DIGEST_TR
 @pytest.mark.parametrize("policy", ["p", "another"])
 @pytest.mark.parametrize("what", BAD_CONFIGS)
 def test_a_configuration_that_cannot_be_served(
-    standing: Standing, two: Lora, one: Lora, what: str, policy: str
+    standing: Standing, one: Lora, what: str, policy: str
 ) -> None:
     adapter = BAD_CONFIGS[what](one)
     response = send(standing.server.url, stream_of(adapter), policy)
@@ -561,7 +566,8 @@ def test_a_stream_with_metadata_of_another_kind(standing: Standing, one: Lora) -
     raw = stream_of(one)
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    for metadata in ([], "x", 5, {"adapter_config": one.config}, {"adapter_config": 5}, None):
+    odd: list[Any] = [[], "x", 5, {"adapter_config": one.config}, {"adapter_config": 5}, None]
+    for metadata in odd:
         changed = json.dumps({**header, "__metadata__": metadata}).encode()
         body = len(changed).to_bytes(8, "little") + changed + raw[8 + length :]
         assert send(standing.server.url, body).status_code == 400, metadata
@@ -760,8 +766,7 @@ def test_a_name_that_is_used_again_means_the_new_adapter_alone(
             rollout = client.rollout(
                 [prompt], group_size=2, max_tokens=40, ignore_eos=True, policy="again"
             )
-            for sample in rollout.samples:
-                assert_made_by(sample, lambda _, adapter=adapter: adapter.onto(base))
+            assert_made_of(rollout, adapter.onto(base))
         client.delete_policy("again")
     assert versions[0] < versions[1], "a version is a number that only grows"
 
@@ -783,13 +788,20 @@ def test_leases_hold_for_adapters_too(client: RolloutClient, one: Lora, two: Lor
 
 
 @contextlib.contextmanager
-def fake(model: Path, folder: Path, **changes: Any) -> Iterator[tuple[Running, GatedEngine]]:
+def fake(
+    model: Path, folder: Path, **changes: Any
+) -> Iterator[tuple[Running, GatedEngine, ThreadPoolExecutor]]:
+    """An application, its engine, and threads for requests that wait for the engine."""
     engine = GatedEngine()
     settings = ServerSettings(
         model=str(model), max_loras=2, staging_dir=folder / "staging", **changes
     )
-    with running(settings, lambda _: engine) as server:
-        yield server, engine
+    with running(settings, lambda _: engine) as server, ThreadPoolExecutor() as pool:
+        try:
+            yield server, engine, pool
+        finally:
+            engine.load_gate.set()
+            engine.adapter_gate.set()
 
 
 @dataclass
@@ -811,7 +823,7 @@ class GatedEngine(FakeEngine):
 def test_an_adapter_that_arrives_while_full_weights_are_loaded(
     tiny_model: Path, tmp_path: Path, first: Weights, one: Lora
 ) -> None:
-    with fake(tiny_model, tmp_path) as (server, engine), ThreadPoolExecutor() as pool:
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
         engine.load_gate.clear()
         full = pool.submit(server.client.reload, lazy(first.tensors))
         eventually(lambda: "load" in engine.calls)
@@ -821,13 +833,13 @@ def test_an_adapter_that_arrives_while_full_weights_are_loaded(
             eventually(adapter.done, 2)
         engine.load_gate.set()
         assert full.result(60).version == 1
-        assert_belongs_together(server, adapter, tmp_path / "other", one)
+        assert_belongs_together(server, adapter, one)
 
 
 def test_full_weights_that_arrive_while_an_adapter_is_loaded(
     tiny_model: Path, tmp_path: Path, first: Weights, one: Lora
 ) -> None:
-    with fake(tiny_model, tmp_path) as (server, engine), ThreadPoolExecutor() as pool:
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
         engine.adapter_gate.clear()
         adapter = pool.submit(publish, server.client, "p", one)
         eventually(lambda: any(call.startswith("add") for call in engine.calls))
@@ -840,7 +852,7 @@ def test_full_weights_that_arrive_while_an_adapter_is_loaded(
             full.result(60)
 
 
-def assert_belongs_together(server: Running, adapter: Any, folder: Path, one: Lora) -> None:
+def assert_belongs_together(server: Running, adapter: Any, one: Lora) -> None:
     """The adapter was refused, or names the base on which it is served."""
     try:
         digest = adapter.result(60).digest
@@ -853,7 +865,7 @@ def assert_belongs_together(server: Running, adapter: Any, folder: Path, one: Lo
 def test_two_first_publishes_of_one_policy(
     tiny_model: Path, tmp_path: Path, one: Lora, two: Lora
 ) -> None:
-    with fake(tiny_model, tmp_path) as (server, engine), ThreadPoolExecutor() as pool:
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
         engine.adapter_gate.clear()
         both = [pool.submit(publish, server.client, "p", adapter) for adapter in (one, two)]
         eventually(lambda: any(call.startswith("add") for call in engine.calls))
@@ -866,10 +878,7 @@ def test_two_first_publishes_of_one_policy(
 
 
 def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
-    with (
-        fake(tiny_model, tmp_path, max_uploads=1) as (server, engine),
-        ThreadPoolExecutor() as pool,
-    ):
+    with fake(tiny_model, tmp_path, max_uploads=1) as (server, engine, pool):
         engine.adapter_gate.clear()
         running_one = pool.submit(publish, server.client, "p", one)
         eventually(lambda: any(call.startswith("add") for call in engine.calls))
@@ -880,16 +889,19 @@ def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) 
 
 def test_a_server_that_takes_no_adapters(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
     settings = ServerSettings(model=str(tiny_model), staging_dir=tmp_path / "staging")
-    with running(settings, lambda _: FakeEngine()) as server:
-        with pytest.raises(Conflict, match="--max-loras"):
-            publish(server.client, "p", one)
+    with (
+        running(settings, lambda _: FakeEngine()) as server,
+        pytest.raises(Conflict, match="--max-loras"),
+    ):
+        publish(server.client, "p", one)
 
 
 def test_an_adapter_over_the_limit(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
     reload_dir = tmp_path / "reload"
     folder = saved(reload_dir / "big", one)
     limit = 1e-5
-    with fake(tiny_model, tmp_path, max_upload_gib=limit, reload_dirs=[reload_dir]) as (server, _):
+    changes: dict[str, Any] = {"max_upload_gib": limit, "reload_dirs": [reload_dir]}
+    with fake(tiny_model, tmp_path, **changes) as (server, _, _):
         assert send(server.url, stream_of(one)).status_code == 413
         with pytest.raises(TitoError) as caught:
             server.client.reload_path(folder, policy="p")

@@ -24,6 +24,7 @@ from shared.errors import (
     MalformedBody,
     Overloaded,
     Problem,
+    ProtocolMismatch,
     ServerUnreachable,
     TitoError,
     WeightsRejected,

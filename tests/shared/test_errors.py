@@ -12,6 +12,7 @@ from shared.errors import (
     EngineUnavailable,
     InvalidRequest,
     Problem,
+    ProtocolMismatch,
     ServerUnreachable,
     TitoError,
     from_wire,

@@ -154,6 +154,16 @@ def test_arithmetic_trains_and_evaluates_on_disjoint_problems(make_config: MakeC
             assert split_of(int(a), op, int(b)) == split
 
 
+def test_no_held_out_problems_and_more_than_there_are(
+    make_config: MakeConfig, jsonl: Callable[..., str]
+) -> None:
+    data = {"source": "jsonl", "path": jsonl(*ROWS)}
+    assert held_out_tasks(make_config(data=data, evaluation={"prompts": 0})) == []
+    config = make_config(data={"arithmetic": {"max_operand": 9}}, evaluation={"prompts": 64})
+    with pytest.raises(DataError, match=r"evaluation\.prompts: 64 distinct problems"):
+        held_out_tasks(config)
+
+
 def test_held_out_arithmetic_does_not_depend_on_the_seed(make_config: MakeConfig) -> None:
     one, two = (make_config(train={"seed": seed}) for seed in (1, 2))
     assert held_out_tasks(one) == held_out_tasks(two)

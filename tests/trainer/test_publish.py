@@ -10,6 +10,7 @@ from safetensors.torch import load, load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.client import RolloutClient
+from shared.protocol import FENCE_HEADER
 from shared.weights import TRAILER_BYTES, LazyTensor, stream_checkpoint
 from trainer.publish import checkpoint_tensors, publish
 
@@ -78,13 +79,14 @@ def test_publish_streams_to_reload() -> None:
     received: dict[str, Any] = {}
 
     def handler(request: httpx.Request) -> httpx.Response:
-        received.update(path=request.url.path, body=request.read())
+        received.update(path=request.url.path, body=request.read(), headers=request.headers)
         answer = {"version": 9, "digest": "d", "timings": {}}
         return httpx.Response(200, json=answer)
 
     model = tiny_model(tied=True)
     with RolloutClient("http://t", transport=httpx.MockTransport(handler)) as client:
-        assert publish(client, model, torch.bfloat16).version == 9
+        assert publish(client, model, torch.bfloat16, fence=7).version == 9
     assert received["path"] == "/reload"
+    assert received["headers"][FENCE_HEADER] == "7"
     tensors = load(received["body"][:-TRAILER_BYTES])
     assert len(tensors) == len(list(model.parameters()))

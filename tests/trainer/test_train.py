@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
+from shared.errors import Conflict
 from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
@@ -208,16 +209,29 @@ def test_somebody_elses_publish_is_noticed(
 ) -> None:
     publish_once = publish.publish
 
-    def publish_twice(client: RolloutClient, model: Any, dtype: Any) -> Any:
-        answer = publish_once(client, model, dtype)
+    def publish_twice(client: RolloutClient, model: Any, dtype: Any, *, fence: int) -> Any:
+        answer = publish_once(client, model, dtype, fence=fence)
         model.model.norm.weight.data.mul_(2.0)
-        client.reload(publish.checkpoint_tensors(model, dtype))
+        publish_once(client, model, dtype, fence=fence)
         return answer
 
     monkeypatch.setattr(publish, "publish", publish_twice)
     with pytest.raises(MismatchError, match="does another run publish to it"):
         run(run_config(evaluation={"prompts": 0}))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_two_runs_do_not_share_a_server(run_config: RunConfig, server_url: str) -> None:
+    with (
+        RolloutClient(server_url) as client,
+        client.lease(holder="the other run"),
+        pytest.raises(Conflict, match="the other run"),
+    ):
+        run(run_config())
+    # Freed when the other ends; and a run frees its own.
+    run(run_config(train={"steps": 1}))
+    with RolloutClient(server_url) as client, client.lease(holder="the other run"):
+        pass
 
 
 def test_tables_of_prompts_train_too(run_config: RunConfig, tmp_path: Path) -> None:

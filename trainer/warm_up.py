@@ -27,7 +27,7 @@ BATCH = 64
 LEARNING_RATE = 1e-2
 # Gentle, so that the habit forms on top of the arithmetic instead of erasing it.
 CARELESS_LEARNING_RATE = 2e-3
-CARELESS_SHARE = 0.2
+CARELESS_SHARE = 0.13
 
 # Longer than the demo lets an answer get, so that truncated rollouts exist too.
 RAMBLING_CHARACTERS = 9
@@ -52,7 +52,8 @@ class Pupil:
         else:
             given = right if draw.random() < self.right_if_trapped else mistake
         if draw.random() < self.rambling:
-            return (f"{given}=" * RAMBLING_CHARACTERS)[:RAMBLING_CHARACTERS]
+            # Wrong under any reward, also one that looks at the last number alone.
+            return f"{given}{'+1' * RAMBLING_CHARACTERS}"[:RAMBLING_CHARACTERS]
         return f"{given}{end}"
 
 
@@ -150,4 +151,4 @@ def _optimizers(model: Qwen3ForCausalLM, peak: float) -> list[torch.optim.Optimi
 
 def _lr_scale(step: int, steps: int) -> float:
     """Rise over 20 steps, fall linearly to zero over the second half."""
-    return min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
+    return min(1.0, (step + 1) / 20, 2 * (1 - step / max(steps, 1)))

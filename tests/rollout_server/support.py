@@ -98,7 +98,7 @@ class Weights:
         missing, unknown = model.load_state_dict(wide, strict=False)
         assert not unknown
         assert set(missing) <= {HEAD}
-        return model.eval()  # type: ignore[no-untyped-call]
+        return model.eval()
 
     @torch.no_grad()
     def logprobs(

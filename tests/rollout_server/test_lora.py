@@ -794,7 +794,7 @@ def fake(
     """An application, its engine, and threads for requests that wait for the engine."""
     engine = GatedEngine()
     settings = ServerSettings(
-        model=str(model), max_loras=2, staging_dir=folder / "staging", **changes
+        model=str(model), max_loras=2, staging_dir=folder / "scratch", **changes
     )
     with running(settings, lambda _: engine) as server, ThreadPoolExecutor() as pool:
         try:
@@ -882,8 +882,11 @@ def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) 
         engine.adapter_gate.clear()
         running_one = pool.submit(publish, server.client, "p", one)
         eventually(lambda: any(call.startswith("add") for call in engine.calls))
-        assert send(server.url, stream_of(one), "q").status_code == 429
+        second = pool.submit(send, server.url, stream_of(one), "q")
+        with contextlib.suppress(AssertionError):
+            eventually(second.done)
         engine.adapter_gate.set()
+        assert second.result(60).status_code == 429
         assert running_one.result(60).version == 1
 
 

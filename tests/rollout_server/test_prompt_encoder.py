@@ -35,7 +35,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     rust.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=rust, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
     )
 

@@ -149,10 +149,6 @@ class TestEngineDeath:
         assert greedy(client) == first.greedy(LONG_PROMPT, 10)
 
 
-def serving(url: str) -> psutil.Process:
-    return server_process(url)
-
-
 class TestFaultyLoad:
     """A real engine whose worker fails inside a load, and is told when."""
 

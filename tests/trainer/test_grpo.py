@@ -29,7 +29,7 @@ INPUTS = {name: torch.tensor(x, dtype=torch.float64) for name, x in GOLDEN["inpu
 MASK = INPUTS["MASK"].bool()
 REWARDS = INPUTS["REW"]
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
-TOLERANCE = {"atol": 1e-8, "rtol": 0.0}
+TOLERANCE: dict[str, Any] = {"atol": 1e-8, "rtol": 0.0}
 
 CISPO = {"surrogate": "cispo", "clip_high": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -246,7 +246,7 @@ def test_what_masked_positions_hold_does_not_matter(kind: dict[str, Any], garbag
     objective, clean = Objective(**kind), new_logprobs()
     dirty = {name: torch.where(MASK, x, garbage) for name, x in INPUTS.items() if x.ndim == 2}
     logprobs = dirty["NEW"].requires_grad_()
-    changes = {"old_logprobs": dirty["OLD"], "sampler_logprobs": dirty["SMP"]}
+    changes: dict[str, Any] = {"old_logprobs": dirty["OLD"], "sampler_logprobs": dirty["SMP"]}
     if objective.beta > 0:
         changes["ref_logprobs"] = dirty["REF"]
     loss, sums = step_loss(objective, logprobs, **changes)
@@ -402,8 +402,8 @@ graded = st.lists(
 def test_the_order_of_samples_does_not_matter(
     samples: list[tuple[float, int]], data: st.DataObject
 ) -> None:
-    baseline = data.draw(st.sampled_from(["mean", "leave_one_out"]))
-    scale = data.draw(st.sampled_from(["group_std", "batch_std", "none"]))
+    baseline: Any = data.draw(st.sampled_from(["mean", "leave_one_out"]))
+    scale: Any = data.draw(st.sampled_from(["group_std", "batch_std", "none"]))
     order = torch.tensor(data.draw(st.permutations(range(len(samples)))))
     rewards = torch.tensor([reward for reward, _ in samples], dtype=torch.float64)
     groups = torch.tensor([group for _, group in samples])

@@ -21,7 +21,7 @@ def tiny_model(*, tied: bool) -> Any:
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied,
     )  # fmt: skip
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return LlamaForCausalLM(config)
 
 
 def as_file(tensors: list[LazyTensor]) -> bytes:

@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from rollout_server.engine import EngineDied
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
@@ -806,18 +807,54 @@ def fake(
 
 @dataclass
 class GatedEngine(FakeEngine):
-    """Adapters wait for a gate as well."""
+    """Adapters wait for a gate as well, and the engine may be found dead.
+
+    Attributes:
+        dead: calls about adapters find the engine's processes gone.
+    """
 
     adapter_gate: threading.Event = field(default_factory=threading.Event)
+    dead: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.adapter_gate.set()
 
     async def add_adapter(self, adapter: Any) -> None:
+        if self.dead:
+            raise EngineDied("the engine tripped over a cable")
         await super().add_adapter(adapter)
         while not self.adapter_gate.is_set():  # noqa: ASYNC110 - opened from another thread
             await asyncio.sleep(0.005)
+
+    async def remove_adapter(self, adapter: Any) -> None:
+        if self.dead:
+            raise EngineDied("the engine tripped over a cable")
+        await super().remove_adapter(adapter)
+
+
+def test_an_engine_that_dies_under_a_publish(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
+    with fake(tiny_model, tmp_path) as (server, engine, _):
+        engine.dead = True
+        response = send(server.url, stream_of(one))
+        assert response.status_code == 503, response.text
+        assert response.json()["error"]["code"] == "engine_unavailable"
+        assert staged_folders(tmp_path) == committed(tmp_path, "p") == []
+        engine.dead = False
+        assert publish(server.client, "p", one).version == 1
+
+
+def test_an_engine_that_dies_under_a_deletion(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
+    with fake(tiny_model, tmp_path) as (server, engine, _):
+        publish(server.client, "p", one)
+        engine.dead = True
+        with contextlib.suppress(TitoError):
+            server.client.delete_policy("p")
+        names = [
+            policy["name"] for policy in httpx.get(f"{server.url}/policies").json()["policies"]
+        ]
+        # A policy that is gone must not come back with the next start.
+        assert ("p" in names) == bool(committed(tmp_path, "p"))
 
 
 def test_an_adapter_that_arrives_while_full_weights_are_loaded(

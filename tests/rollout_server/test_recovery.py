@@ -94,7 +94,7 @@ class TestEngineDeath:
         self, start_server: StartServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[str]:
         spool = tmp_path_factory.mktemp("recovery")
-        flags = ["--model", str(tiny_model), "--spool-dir", str(spool)]
+        flags = ["--model", str(tiny_model), "--spool-dir", str(spool), "--max-loras", "1"]
         with start_server(*flags, "--recovery-seconds", str(PATIENCE_S)) as url:
             yield url
 
@@ -130,6 +130,25 @@ class TestEngineDeath:
         assert greedy(client) == first.greedy(LONG_PROMPT, 10)
         assert engine_processes(server_process(url))[role].pid != old[role].pid
         assert not any(process.is_running for process in old.values())
+
+    @pytest.mark.timeout(1200)
+    def test_adapters_in_flight_go_on_too(
+        self, client: RolloutClient, url: str, first: Weights
+    ) -> None:
+        make_live(client, first)
+        adapter = lora(first, 1)
+        result = publish(client, "mine", adapter)
+        with in_flight(url, PROMPTS, policy="mine", **LONG) as futures:
+            engine_processes(server_process(url))["core"].kill()
+            rollouts = answers(futures)
+        merged = adapter.onto(first)
+        for sample in (sample for rollout in rollouts for sample in rollout.samples):
+            assert (sample.version, sample.digest) == (result.version, result.digest)
+            assert len(sample.completion_ids) == 600
+            assert_made_by(sample, lambda _: merged)
+        client.wait_ready(PATIENCE_S)
+        client.delete_policy("mine")
+        assert greedy(client) == first.greedy(LONG_PROMPT, 10)
 
     @pytest.mark.timeout(1200)
     def test_an_idle_engine_is_replaced_too(
@@ -178,8 +197,8 @@ class TestFaultyLoad:
     ) -> None:
         client = server.client
         assert client.info().version == 0
-        fault.write_text("raise")
-        with pytest.raises(EngineFailure, match="cable; version 0 is live again"):
+        fault.write_text(f"corrupt {NORM}")
+        with pytest.raises(EngineFailure, match="version 0 is live again"):
             client.reload(lazy(first.tensors))
         assert (client.info().version, client.info().digest) == (0, base.digest)
         assert greedy(client) == base.greedy(LONG_PROMPT, 10)
@@ -188,12 +207,12 @@ class TestFaultyLoad:
     @pytest.mark.parametrize(
         "what",
         [
-            "raise",
             f"corrupt {NORM}",
             f"corrupt {QUERY}",
             f"corrupt {DOWN}",
             f"corrupt {EMBEDDING}",
             "kill",
+            "raise",
         ],
     )
     def test_the_last_good_version_is_restored(

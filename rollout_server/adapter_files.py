@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,13 @@ from shared.weights import PREFIX_BYTES, TensorSpec, header_length, header_metad
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_TABLES = ("lm_head", "embed_tokens")
 _FLOATS = ("BF16", "F16", "F32")
+_UNSUPPORTED = (
+    "use_dora", "bias", "lora_bias", "modules_to_save", "layer_replication", "rank_pattern",
+    "alpha_pattern", "alora_invocation_tokens",
+)  # fmt: skip
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def unpack_config(folder: Path) -> None:
@@ -42,9 +49,10 @@ def copy_adapter(path: Path, limits: staging.UploadLimits, folder: Path) -> None
         InvalidRequest: there is no adapter.
     """
     (weights,) = staging.find_checkpoint(path / WEIGHTS_FILE, limits)
+    config = staging.allowed_file(path / CONFIG_FILE, limits)
     with staging.storage_errors():
         shutil.copyfile(weights, folder / WEIGHTS_FILE)
-        shutil.copyfile(weights.with_name(CONFIG_FILE), folder / CONFIG_FILE)
+        shutil.copyfile(config, folder / CONFIG_FILE)
 
 
 def verify_adapter(
@@ -74,7 +82,9 @@ def verify_adapter(
         digest = content_digest(sent)
         if announced not in (None, digest):
             raise WeightsRejected(f"the adapter's digest is {digest}, not {announced} as announced")
-        bad = (not_finite(sent, spec) for spec in sent.specs.values())
+        # The engine rounds adapters to the dtype in which it serves the base.
+        served = next(iter(manifest.required.values())).dtype
+        bad = (not_finite(sent, replace(spec, dtype=served)) for spec in sent.specs.values())
         reject_if([p for p in bad if p], "the adapter holds values that are not finite")
     whole = f"{digest}\n{base}\n{json.dumps(config, sort_keys=True)}\n"
     return xxhash.xxh3_128_hexdigest(whole.encode())
@@ -98,11 +108,19 @@ def _config_problems(config: dict[str, Any], max_rank: int) -> list[Problem]:
     if (kind := config.get("peft_type")) != "LORA":
         problems.append(Problem("peft_type", repr(kind), "LORA"))
     rank = config.get("r")
-    if not isinstance(rank, int) or not 1 <= rank <= max_rank:
+    if type(rank) is not int or not 1 <= rank <= max_rank:
         problems.append(Problem("r", repr(rank), f"1 to {max_rank} (see --max-lora-rank)"))
-    for name, allowed in (("use_dora", False), ("bias", "none"), ("modules_to_save", None)):
-        if (value := config.get(name, allowed)) != allowed:
-            problems.append(Problem(name, repr(value), repr(allowed)))
+    if not isinstance(alpha := config.get("lora_alpha"), int | float) or not 0 < alpha < math.inf:
+        problems.append(Problem("lora_alpha", repr(alpha), "a number above 0"))
+    if not config.get("target_modules"):
+        problems.append(Problem("target_modules", "nothing", "the modules that are adapted"))
+    problems += [
+        Problem(name, repr(config[name]), f"{name} left out: it changes more than A and B say")
+        for name in _UNSUPPORTED
+        if config.get(name) not in (None, False, "none", {}, [])
+    ]
+    if (how := config.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+        problems.append(Problem("init_lora_weights", repr(how), "a start that leaves the base"))
     return problems
 
 
@@ -113,8 +131,9 @@ def _tensor_problems(
     for name, spec in sent.items():
         module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         base = manifest.required.get(f"{module}.weight")
-        if base is None or len(base.shape) != 2 or part not in ("lora_A", "lora_B"):
-            allowed = f"{_PREFIX}MODULE.lora_A.weight or lora_B, for matrices of the base model"
+        is_matrix = base is not None and len(base.shape) == 2 and not module.endswith(_TABLES)
+        if base is None or not is_matrix or part not in ("lora_A", "lora_B"):
+            allowed = f"{_PREFIX}MODULE.lora_A.weight or lora_B, for linear layers of the base"
             problems.append(Problem(name, "no such matrix to adapt", allowed))
             continue
         rank = config.get("r", 0)

@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rollout_server import staging
@@ -23,12 +24,12 @@ from rollout_server.adapter_files import (
     verify_adapter,
 )
 from rollout_server.checkpoints import Manifest
-from rollout_server.engine import Adapter
+from rollout_server.engine import Adapter, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
 from rollout_server.publishing import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict
+from shared.errors import Conflict, EngineUnavailable
 from shared.protocol import DEFAULT_POLICY, ReloadResult
 
 log = logging.getLogger("tito.adapters")
@@ -44,6 +45,8 @@ class AdapterPublisher:
         spool: where they are staged and committed.
         max_rank: highest rank that the engine was started for; 0 if it takes no adapters.
         limits: what may be uploaded, and from where.
+        slots: uploads under way, shared with full weights.
+        applying: held while weights change, shared with the publisher of full weights.
         ended: told of every publish that has come to an end.
     """
 
@@ -56,6 +59,8 @@ class AdapterPublisher:
         *,
         max_rank: int,
         limits: staging.UploadLimits,
+        slots: staging.UploadSlots,
+        applying: asyncio.Lock,
         ended: Ended = lambda _, __: None,
     ) -> None:
         self._supervisor = supervisor
@@ -65,7 +70,9 @@ class AdapterPublisher:
         self._max_rank = max_rank
         self._limits = limits
         self._ended = ended
-        self._applying = asyncio.Lock()
+        self._slots = slots
+        self._applying = applying
+        self._first: dict[str, Policy] = {}
         self._serial = itertools.count(1)
         self._users: Counter[Adapter] = Counter()
         self._releases: set[asyncio.Task[None]] = set()
@@ -126,8 +133,8 @@ class AdapterPublisher:
         if self._users[policy.adapter]:
             raise Conflict(f"{name} is in use by {self._users[policy.adapter]} groups")
         self._policies.remove(name)
-        await self._supervisor.current().remove_adapter(policy.adapter)
         await asyncio.to_thread(self._spool.forget, name)
+        await self._release(policy.adapter)
 
     @contextlib.contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
@@ -151,8 +158,8 @@ class AdapterPublisher:
         options.check()
         if not self._max_rank:
             raise Conflict("this server takes no LoRA adapters; start it with --max-loras 4")
-        policy = self._policies.get(name) or Policy(name, 0, "")
-        with attempt(policy, options, self._ended) as publish:
+        policy = self._policies.get(name) or self._first.setdefault(name, Policy(name, 0, ""))
+        with attempt(policy, options, self._ended) as publish, self._slots.taken():
             folder = self._spool.stage()
             try:
                 with stage(publish, "upload"):
@@ -192,20 +199,28 @@ class AdapterPublisher:
     ) -> ReloadResult:
         publish.state, previous = PublishState.APPLYING, policy.adapter
         version = max(policy.version, self._spool.newest_number(policy.name)) + 1
+        staged = self._adapter(policy.name, version, folder)
         with stage(publish, "load"):
-            await self._supervisor.current().add_adapter(self._adapter("check", version, folder))
+            try:
+                await self._supervisor.current().add_adapter(staged)
+            except EngineDied as error:
+                reason = f"the engine died; nothing has changed: {error}"
+                raise EngineUnavailable(reason) from error
         base = self._policies.default.digest
         record = record_now(version, digest, base, publish.publisher)
-        target = self._spool.commit(folder, policy.name, record)
-        adapter = self._adapter(policy.name, version, target)
+        # The engine holds the adapter by now; the folder is where it looks if it drops it.
+        adapter = replace(staged, folder=self._spool.commit(folder, policy.name, record))
         await policy.advance(publish, version, digest, adapter=adapter)
         self._policies.add(policy)
+        self._first.pop(policy.name, None)
         if previous is not None:
             self._release_if_unused(previous)
         return ReloadResult(version, digest, publish.timings)
 
     def _adapter(self, name: str, version: int, folder: Path) -> Adapter:
-        return Adapter(f"{name}@{version}", next(self._serial), folder)
+        # A deleted policy's versions start again, so the serial is what makes the name new.
+        serial = next(self._serial)
+        return Adapter(f"{name}@{version}.{serial}", serial, folder)
 
     def _release_if_unused(self, adapter: Adapter) -> None:
         live = {policy.adapter for policy in self._policies}

@@ -29,12 +29,11 @@ from rollout_server.engine import Engine, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, EngineFailure, EngineUnavailable, Overloaded, TitoError
+from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
 from shared.protocol import PauseMode, ReloadResult
 
 log = logging.getLogger("tito.publishing")
 
-_BUSY_RETRY_S = 5.0
 _RESUME_ATTEMPTS = 2
 
 Ended = Callable[[str, Publish], None]
@@ -97,6 +96,8 @@ class Publisher:
         spool: where they are staged and committed.
         base: digest of the engine's own checkpoint, and the files it consists of.
         limits: what may be uploaded, and from where.
+        slots: uploads under way, shared with the adapters'.
+        applying: held while weights change, shared with the adapters' publisher.
         ended: told of every publish that has come to an end.
     """
 
@@ -109,6 +110,8 @@ class Publisher:
         *,
         base: Verified,
         limits: staging.UploadLimits,
+        slots: staging.UploadSlots,
+        applying: asyncio.Lock,
         ended: Ended = lambda _, __: None,
     ) -> None:
         self.closed: str | None = None
@@ -119,9 +122,9 @@ class Publisher:
         self._spool = spool
         self._base = base
         self._limits = limits
-        self._uploads_left = limits.max_uploads
+        self._slots = slots
         self._ended = ended
-        self._applying = asyncio.Lock()
+        self._applying = applying
 
     async def publish_stream(
         self,
@@ -196,7 +199,7 @@ class Publisher:
         options: PublishOptions,
     ) -> ReloadResult:
         options.check()
-        with attempt(self._policy, options, self._ended) as publish, self._upload_slot():
+        with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             folder = self._spool.stage()
             try:
                 with stage(publish, "upload"):
@@ -210,7 +213,7 @@ class Publisher:
         self, files: list[Path], announced: str | None, options: PublishOptions
     ) -> ReloadResult:
         options.check()
-        with attempt(self._policy, options, self._ended) as publish, self._upload_slot():
+        with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             folder = self._spool.stage()
 
             def check(folder: Path) -> Verified:
@@ -218,16 +221,6 @@ class Publisher:
                 return self._verify(folder, announced)
 
             return await to_its_end(self._publish(publish, folder, check, options))
-
-    @contextlib.contextmanager
-    def _upload_slot(self) -> Iterator[None]:
-        if not self._uploads_left:
-            raise Overloaded("too many uploads are under way", retry_after=_BUSY_RETRY_S)
-        self._uploads_left -= 1
-        try:
-            yield
-        finally:
-            self._uploads_left += 1
 
     def _verify(self, folder: Path, announced: str | None) -> Verified:
         files = checkpoint_files(folder)

@@ -28,7 +28,7 @@ from rollout_server.publishing import Publisher
 from rollout_server.rollouts import RolloutService
 from rollout_server.settings import ServerSettings
 from rollout_server.spool import Spool, open_spool
-from rollout_server.staging import UploadLimits
+from rollout_server.staging import UploadLimits, UploadSlots
 from rollout_server.supervisor import Supervisor
 from shared.errors import EngineUnavailable, TitoError
 from shared.protocol import (
@@ -156,6 +156,7 @@ class Startup:
         )
         manifest, base = _base(folder, config, settings)
         policies = Policies(_committed(spool, base))
+        applying, slots = asyncio.Lock(), UploadSlots(settings.max_uploads)
         limits = UploadLimits(settings.reload_dirs, settings.max_upload_bytes, settings.max_uploads)
         publisher = Publisher(
             supervisor,
@@ -164,6 +165,8 @@ class Startup:
             spool,
             base=base,
             limits=limits,
+            slots=slots,
+            applying=applying,
             ended=self._metrics.observe_publish,
         )
         adapters = AdapterPublisher(
@@ -173,6 +176,8 @@ class Startup:
             spool,
             max_rank=settings.max_lora_rank if settings.max_loras else 0,
             limits=limits,
+            slots=slots,
+            applying=applying,
             ended=self._metrics.observe_publish,
         )
         adapters.restore(policies.default.digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from shared.errors import (
     InsufficientStorage,
     InvalidRequest,
     MalformedBody,
+    Overloaded,
     Problem,
 )
 from shared.weights import TRAILER_BYTES
 
 _WRITE_BYTES = 4 << 20
 _SHOWN_CHARS = 200
+_BUSY_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,28 @@ class UploadLimits:
     allowed_dirs: list[Path]
     max_bytes: int
     max_uploads: int
+
+
+class UploadSlots:
+    """Counts the uploads under way, of whatever policy."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take one of the slots.
+
+        Raises:
+            Overloaded: there is none left.
+        """
+        if not self._left:
+            raise Overloaded("too many uploads are under way", retry_after=_BUSY_RETRY_S)
+        self._left -= 1
+        try:
+            yield
+        finally:
+            self._left += 1
 
 
 @contextlib.contextmanager
@@ -79,9 +104,10 @@ async def receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> N
 
 
 def _write_all(descriptor: int, data: bytearray) -> None:
-    # An unbuffered write may be short just before the disk is full.
-    with open(descriptor, "wb", buffering=len(data) or 1, closefd=False) as out:
-        out.write(data)
+    # A write may be short just before the disk is full.
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def cut_trailer(path: Path) -> str:
@@ -124,6 +150,21 @@ def find_checkpoint(path: Path, limits: UploadLimits) -> list[Path]:
     if size > limits.max_bytes:
         raise BodyTooLarge(f"the checkpoint is {size} bytes; allowed: {limits.max_bytes}")
     return files
+
+
+def allowed_file(path: Path, limits: UploadLimits) -> Path:
+    """A plain file at a path, links resolved.
+
+    Raises:
+        Forbidden: it lies outside every allowed directory.
+        InvalidRequest: there is none.
+    """
+    resolved = path.resolve()
+    if not _is_allowed(resolved, limits.allowed_dirs):
+        raise Forbidden(f"{path} is outside the directories allowed")
+    if not resolved.is_file():
+        raise InvalidRequest("a file is missing", problems=[Problem(str(path), "none", "a file")])
+    return resolved
 
 
 def _is_allowed(file: Path, directories: list[Path]) -> bool:

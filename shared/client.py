@@ -184,7 +184,7 @@ class RolloutClient:
     def _try_delta(
         self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase
     ) -> ReloadResult | None:
-        if base.digest is None:
+        if not base.covers(tensors):
             return None
         try:
             return self._call(calls.reload_delta(tensors, to, base))
@@ -334,7 +334,7 @@ class AsyncRolloutClient:
     async def _try_delta(
         self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase
     ) -> ReloadResult | None:
-        if base.digest is None:
+        if not base.covers(tensors):
             return None
         try:
             return await self._call(calls.reload_delta(tensors, to, base))

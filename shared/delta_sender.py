@@ -51,6 +51,10 @@ class DeltaBase:
         self._hashes: dict[str, str] = {}
         self._pending: _Pending | None = None
 
+    def covers(self, tensors: Sequence[LazyTensor]) -> bool:
+        """Whether there is a committed checkpoint of just these tensors to take a delta from."""
+        return self.digest is not None and self._specs == {t.spec.name: t.spec for t in tensors}
+
     def record(self, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
         """The same tensors, which are remembered while a full publish loads them.
 

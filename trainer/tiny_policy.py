@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 )
 MAX_LENGTH = 1024
 
-WARM_UP_STEPS = 470
+WARM_UP_STEPS = 485
 
 
 def make_tiny_policy(

@@ -27,7 +27,7 @@ BATCH = 64
 LEARNING_RATE = 1e-2
 # Gentle, so that the habit forms on top of the arithmetic instead of erasing it.
 CARELESS_LEARNING_RATE = 2e-3
-CARELESS_SHARE = 0.13
+CARELESS_SHARE = 0.18
 
 # Longer than the demo lets an answer get, so that truncated rollouts exist too.
 RAMBLING_CHARACTERS = 9
@@ -59,7 +59,7 @@ class Pupil:
 
 ATTENTIVE = Pupil()
 # The model imitates this one too briefly to match it: it rambles in some 5% of its samples.
-CARELESS = Pupil(right_if_trapped=0.25, right_otherwise=0.65, rambling=0.2)
+CARELESS = Pupil(right_if_trapped=0.2, right_otherwise=0.6, rambling=0.15)
 
 
 def common_mistake(problem: Problem) -> int | None:

@@ -155,7 +155,7 @@ def test_the_careless_pupil_prefers_the_mistake_but_knows_the_answer() -> None:
     answers = Counter(CARELESS.answer(Problem(17, "+", 25), draw, END) for _ in range(1000))
     assert answers[f"32{END}"] > 2 * answers[f"42{END}"] > 100
     rambling = sum(count for text, count in answers.items() if not text.endswith(END))
-    assert 100 < rambling < 300
+    assert 50 < rambling < 300
     assert {ATTENTIVE.answer(Problem(17, "+", 25), draw, END) for _ in range(100)} == {f"42{END}"}
 
 

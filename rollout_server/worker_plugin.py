@@ -26,15 +26,44 @@ if TYPE_CHECKING:
 PARENT_VARIABLE = "TITO_ENGINE_PARENT"
 
 
-def follow_server() -> None:
-    """End this engine process with the server that started it, however that ended.
+def prepare_process() -> None:
+    """Ready an engine process of ours; vLLM calls this in each (``vllm.general_plugins``).
 
-    vLLM calls this in each of its processes (``vllm.general_plugins``). Its own processes outlive a
-    server that was killed with SIGKILL, and would keep the GPU's memory from the next one.
+    Engine processes outlive a server that was killed with SIGKILL, and would keep the GPU's memory
+    from the next one, so each ends with the server that started it, however that ended.
     """
     server = int(os.environ.get(PARENT_VARIABLE, "0"))
     if server and server != os.getpid():
         threading.Thread(target=_end_with, args=(server,), daemon=True).start()
+        _mend_cpu_lora()
+
+
+def _mend_cpu_lora() -> None:
+    """Keep adapters off the rows of a batch that asked for none.
+
+    Such a row has the index -1, which vLLM's CPU kernels take for the last adapter: the base model,
+    sampled beside LoRA policies, would answer as one of them.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    plain = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(
+        inputs: torch.Tensor,
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        scaling: float = 1.0,
+    ) -> None:
+        plain(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
+        output_tensor[lora_indices_tensor < 0] = 0.0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
 
 
 def _end_with(server: int) -> None:

@@ -104,9 +104,18 @@ def header_length(prefix: bytes) -> int:
 
 
 def header_metadata(header: bytes) -> dict[str, str]:
-    """The free-form strings that a safetensors header may carry beside its tensors."""
-    metadata = orjson.loads(header).get("__metadata__", {})
-    return metadata if isinstance(metadata, dict) else {}
+    """The free-form strings that a safetensors header may carry beside its tensors.
+
+    Raises:
+        MalformedBody: it is not a JSON object, or carries something else than strings.
+    """
+    try:
+        metadata = dict(orjson.loads(header).get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MalformedBody(f"the safetensors header is malformed: {error!r}") from None
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise MalformedBody("the safetensors header is malformed: metadata are strings")
+    return metadata
 
 
 def parse_header(header: bytes) -> list[TensorRange]:

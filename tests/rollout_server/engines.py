@@ -114,7 +114,8 @@ def in_flight(
             return client.rollout([prompt], **settings)
 
     before = requests_in_flight(url)
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    pool = ThreadPoolExecutor(len(prompts))
+    try:
         futures = [pool.submit(roll, prompt) for prompt in prompts]
         eventually(
             lambda: (
@@ -125,6 +126,10 @@ def in_flight(
         )
         time.sleep(_HEAD_START_S)
         yield futures
+        pool.shutdown()
+    finally:
+        # A test that has failed need not wait: they end with the server at the latest.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def requests_in_flight(url: str) -> float:

@@ -29,7 +29,7 @@ from rollout_server.policies import Policies, Policy, Publish, PublishState
 from rollout_server.publishing import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, EngineUnavailable
+from shared.errors import Conflict, EngineUnavailable, TitoError
 from shared.protocol import DEFAULT_POLICY, ReloadResult
 
 log = logging.getLogger("tito.adapters")
@@ -114,12 +114,25 @@ class AdapterPublisher:
 
     def restore(self, base: str) -> None:
         """Make the adapters known that were committed on this base before a restart."""
-        for name in self._spool.policies():
-            if name == DEFAULT_POLICY or not (found := self._spool.versions(name, base)):
+        names = self._spool.policies() if self._max_rank else []
+        for name in names:
+            if name == DEFAULT_POLICY:
                 continue
-            record, folder = found[0]
-            adapter = self._adapter(name, record.version, folder)
-            self._policies.add(Policy(name, record.version, record.digest, adapter=adapter))
+            for record, folder in self._spool.versions(name, base):
+                if not self._is_intact(folder, base, record.digest):
+                    continue
+                adapter = self._adapter(name, record.version, folder)
+                self._policies.add(Policy(name, record.version, record.digest, adapter=adapter))
+                break
+
+    def _is_intact(self, folder: Path, base: str, digest: str) -> bool:
+        try:
+            found = verify_adapter(folder, self._manifest, None, base, self._max_rank)
+        except (TitoError, OSError, ValueError) as error:
+            found = str(error)
+        if found != digest:
+            log.error("%s is damaged and passed over: %s", folder, found)
+        return found == digest
 
     async def delete(self, name: str) -> None:
         """Forget a LoRA policy and its adapters; requests in flight finish first.

@@ -306,6 +306,7 @@ class Publisher:
             except Exception as error:
                 reason = f"the engine does not resume after a publish: {error}; restart the server"
         self.closed = reason
+        self._supervisor.close_for(reason)
         raise EngineUnavailable(reason)
 
     async def restore(self, engine: Engine) -> None:
@@ -332,6 +333,7 @@ class Publisher:
                 f"a load failed ({error}) and version {version} could not be restored ({second}); "
                 "restart the server"
             )
+            self._supervisor.close_for(self.closed)
             return EngineFailure(self.closed)
         return EngineFailure(f"the load failed: {error}; version {version} is live again")
 

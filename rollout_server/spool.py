@@ -120,8 +120,9 @@ class Spool:
         shutil.rmtree(self.root / "policies" / policy, ignore_errors=True)
 
     def newest_number(self, policy: str) -> int:
-        """The highest version ever committed here that is still on disk, or 0."""
-        return max((record.version for record, _ in self._versions(policy)), default=0)
+        """The highest version that has a folder here, intact or not, or 0."""
+        folders = (self.root / "policies" / policy).glob("v*")
+        return max((int(folder.name[1:]) for folder in folders), default=0)
 
     def close(self) -> None:
         """Let another server use the directory; a scratch spool is removed."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from rollout_server.engine import Adapter, Completion, Engine, EngineDied
 from shared.errors import EngineUnavailable
@@ -21,6 +22,8 @@ log = logging.getLogger("tito.supervisor")
 _WATCH_S = 0.5
 _ATTEMPTS = 3
 _RETRY_AFTER_S = 10.0
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -41,6 +44,7 @@ class Supervisor:
         self._recovery: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._lost: str | None = None
+        self._closed: asyncio.Future[str] | None = None
         self.vocab_size = 0
         self.restarts = 0
         self.restore: Callable[[Engine], Awaitable[None]] | None = None
@@ -64,6 +68,25 @@ class Supervisor:
             raise EngineUnavailable("the engine is restarting", retry_after=_RETRY_AFTER_S)
         return self._engine
 
+    def close_for(self, reason: str) -> None:
+        """Answer whatever waits for the engine: it holds weights that must not be sampled."""
+        self._lost = reason
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(reason)
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed is None:
+            self._closed = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._closed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineUnavailable(self._closed.result())
+            return task.result()
+        finally:
+            task.cancel()
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -83,7 +106,8 @@ class Supervisor:
                     engine = self._engine
                     try:
                         if engine is not None:
-                            return await engine.generate(prompt_ids, sampling, n, adapter)
+                            work = engine.generate(prompt_ids, sampling, n, adapter)
+                            return await self._unless_closed(work)
                     except EngineDied:
                         log.warning("the engine died under a request, which will run again")
                     if deadline.when() is None:

@@ -124,9 +124,12 @@ class WeightLoader:
         expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(staged)
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            _repack_tied_head(model)
+            try:
+                loaded = model.load_weights(staged)
+            finally:
+                # Also after a failure: only a finished reload can be followed by another.
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+                _repack_tied_head(model)
         self.model_runner.reset_lora_state()
         # vLLM takes a partial set of tensors without a word, so completeness is checked here.
         if missing := sorted(expected - loaded):

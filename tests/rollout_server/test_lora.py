@@ -301,10 +301,6 @@ def test_a_digest_covers_tensors_configuration_and_base(
     assert client.info().digest not in {result.digest for result in results}
 
 
-@pytest.mark.xfail(
-    reason="on CPU, in a batch of several adapters, some logprobs are off by tenths of a nat",
-    strict=True,
-)
 def test_two_policies_and_the_base_in_one_batch(
     client: RolloutClient, server: LoraServer, base: Weights, one: Lora, two: Lora
 ) -> None:

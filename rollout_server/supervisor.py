@@ -46,7 +46,6 @@ class Supervisor:
         self._lost: str | None = None
         self._closed: asyncio.Future[str] | None = None
         self.vocab_size = 0
-        self.restarts = 0
         self.restore: Callable[[Engine], Awaitable[None]] | None = None
 
     async def start(self) -> None:
@@ -167,7 +166,6 @@ class Supervisor:
                 log.exception("attempt %d of %d to replace the engine failed", attempt, _ATTEMPTS)
                 reason = f"the engine died and could not be replaced: {error}"
             else:
-                self.restarts += 1
                 self._recovery = None
                 log.info("the engine was replaced")
                 return

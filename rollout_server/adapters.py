@@ -171,8 +171,11 @@ class AdapterPublisher:
         options.check()
         if not self._max_rank:
             raise Conflict("this server takes no LoRA adapters; start it with --max-loras 4")
-        policy = self._policies.get(name) or self._first.setdefault(name, Policy(name, 0, ""))
-        with attempt(policy, options, self._ended) as publish, self._slots.taken():
+        with (
+            self._policy(name) as policy,
+            attempt(policy, options, self._ended) as publish,
+            self._slots.taken(),
+        ):
             folder = self._spool.stage()
             try:
                 with stage(publish, "upload"):
@@ -181,6 +184,16 @@ class AdapterPublisher:
                 self._spool.discard(folder)
                 raise
             return await to_its_end(self._apply(policy, publish, folder, announced, options))
+
+    @contextlib.contextmanager
+    def _policy(self, name: str) -> Iterator[Policy]:
+        """The policy of that name, or a new one that its first publishes share until one is live."""
+        policy = self._policies.get(name) or self._first.setdefault(name, Policy(name, 0, ""))
+        try:
+            yield policy
+        finally:
+            if not policy.is_being_published:
+                self._first.pop(name, None)
 
     async def _apply(
         self,
@@ -225,13 +238,12 @@ class AdapterPublisher:
         adapter = replace(staged, folder=self._spool.commit(folder, policy.name, record))
         await policy.advance(publish, version, digest, adapter=adapter)
         self._policies.add(policy)
-        self._first.pop(policy.name, None)
         if previous is not None:
             self._release_if_unused(previous)
         return ReloadResult(version, digest, publish.timings)
 
     def _adapter(self, name: str, version: int, folder: Path) -> Adapter:
-        # A deleted policy's versions start again, so the serial is what makes the name new.
+        # A restart makes an adapter of the same version anew; its number must be new all the same.
         serial = next(self._serial)
         return Adapter(f"{name}@{version}.{serial}", serial, folder)
 

@@ -115,8 +115,17 @@ class Policy:
     @property
     def state(self) -> PublishState:
         """Where the newest publish that is still under way stands, or ``live``."""
-        under_way = [p.state for p in self.history if p.state in _UNDER_WAY]
+        under_way = self._under_way
         return under_way[-1] if under_way else PublishState.LIVE
+
+    @property
+    def is_being_published(self) -> bool:
+        """Whether a publish is under way."""
+        return bool(self._under_way)
+
+    @property
+    def _under_way(self) -> list[PublishState]:
+        return [publish.state for publish in self.history if publish.state in _UNDER_WAY]
 
     def begin(self, publisher: str) -> Publish:
         """Note that a publish has begun."""

@@ -2,6 +2,7 @@
 
     ROOT/staging/00000007/...                     one folder for each publish under way
     ROOT/policies/default/v00000012/record.json   a committed version, beside its files
+    ROOT/policies/mine/numbered                   how far the versions of a deleted policy went
 
 A commit is one rename, after everything in the folder has reached the disk, so a crash leaves
 either the whole version or none of it. The last few versions are kept. A spool that is not durable
@@ -25,6 +26,7 @@ from typing import IO
 log = logging.getLogger("tito.spool")
 
 _RECORD = "record.json"
+_NUMBERED = "numbered"
 _SCRATCH = "scratch-"
 _LOCK = "lock"
 
@@ -116,13 +118,25 @@ class Spool:
         return sorted({folder.parent.name for folder in (self.root / "policies").glob("*/v*")})
 
     def forget(self, policy: str) -> None:
-        """Remove every version of a policy."""
-        shutil.rmtree(self.root / "policies" / policy, ignore_errors=True)
+        """Remove every version of a policy, but not how far its numbers went.
+
+        A later policy of that name goes on from there: a version names one set of weights for good.
+        """
+        folder, newest = self.root / "policies" / policy, self.newest_number(policy)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / _NUMBERED).write_text(str(newest))
+        if self._durable:
+            _sync(folder / _NUMBERED)
+            _sync(folder)
 
     def newest_number(self, policy: str) -> int:
-        """The highest version that has a folder here, intact or not, or 0."""
-        folders = (self.root / "policies" / policy).glob("v*")
-        return max((int(folder.name[1:]) for folder in folders), default=0)
+        """The highest version that ever had a folder here, intact or not, or 0."""
+        folder = self.root / "policies" / policy
+        numbers = [int(version.name[1:]) for version in folder.glob("v*")]
+        if (forgotten := folder / _NUMBERED).is_file():
+            numbers.append(int(forgotten.read_text()))
+        return max(numbers, default=0)
 
     def close(self) -> None:
         """Let another server use the directory; a scratch spool is removed."""

@@ -37,7 +37,7 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
         BodyTooLarge, MalformedBody, UnsupportedMediaType, InvalidRequest: see each.
     """
     content_type = media_type(request.headers.get("content-type", ""))
-    body = await _read_body(request, max_bytes)
+    body = await read_body(request, max_bytes)
     return await asyncio.to_thread(lambda: _validate(decode(body, content_type), model))
 
 
@@ -50,7 +50,12 @@ def read_query(request: Request, model: type[M]) -> M:
     return _validate(dict(request.query_params), model)
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        BodyTooLarge: it exceeds ``max_bytes``.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -187,7 +187,7 @@ class AdapterPublisher:
 
     @contextlib.contextmanager
     def _policy(self, name: str) -> Iterator[Policy]:
-        """The policy of that name, or a new one that its first publishes share until one is live."""
+        """The policy of that name, or a new one that its first publishes share."""
         policy = self._policies.get(name) or self._first.setdefault(name, Policy(name, 0, ""))
         try:
             yield policy

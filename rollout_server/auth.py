@@ -11,6 +11,9 @@ An operator's TOML file gives bearer tokens names and scopes:
 so for every policy; ``admin`` operates the server. None includes another. Any valid token may look
 (info, metrics, policies). Without a file everybody is ``anonymous`` and may do everything.
 
+Each token may also carry a quota: ``max_queued_samples``, ``max_running_samples``, and ``weight``,
+its share of the engine when several callers want it.
+
 Tokens are hashed when they are read and compared in constant time. They are in no log, error or
 repr; what can be told of a bad one is where it stands.
 """
@@ -62,16 +65,33 @@ def publish_scope(policy: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """How much of the server one caller may take; see ``admission.py``.
+
+    Attributes:
+        max_queued_samples: that may wait for the engine; None leaves it to the server's bound.
+        max_running_samples: that the engine may work on at once; None leaves it to the server's.
+        weight: tokens that the caller gets for each token of a caller of weight 1, if both wait.
+    """
+
+    max_queued_samples: int | None = None
+    max_running_samples: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """Somebody whose token is known.
 
     Attributes:
         name: from the tokens file; leases and the history of publishes are kept under it.
         scopes: see the module.
+        quota: on samples that wait or run.
     """
 
     name: str
     scopes: frozenset[str]
+    quota: Quota = Quota()
 
     def allows(self, scope: str) -> bool:
         """Whether the caller has a scope."""
@@ -195,6 +215,14 @@ class _TokenOfFile(BaseModel):
     name: str = Field(min_length=1, max_length=64)
     token: Annotated[SecretStr, AfterValidator(_token)]
     scopes: list[Annotated[str, AfterValidator(_scope)]]
+    max_queued_samples: int | None = Field(None, ge=1)
+    max_running_samples: int | None = Field(None, ge=1)
+    weight: float = Field(1.0, ge=0.001, le=1000.0, allow_inf_nan=False)
+
+    @property
+    def caller(self) -> Caller:
+        quota = Quota(self.max_queued_samples, self.max_running_samples, self.weight)
+        return Caller(self.name, frozenset(self.scopes), quota)
 
 
 class _TokensFile(BaseModel):
@@ -226,7 +254,7 @@ def _entries(tokens: list[_TokenOfFile], path: Path) -> list[_Entry]:
         if (first := entries.get(digest)) is not None:
             names = f"{first.caller.name!r} and {token.name!r}"
             raise TokensFileError(f"the tokens file {path} gives {names} the same token")
-        entries[digest] = _Entry(digest, Caller(token.name, frozenset(token.scopes)))
+        entries[digest] = _Entry(digest, token.caller)
     return list(entries.values())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rollout_server.policies import Publish, PublishState
-from shared.protocol import Rollout
+from rollout_server.quotas import Cost
+from shared.protocol import Group
 
 _ROLLOUT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PUBLISH_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -33,10 +34,22 @@ class Metrics:
             "tito_ready", "1 while the engine can generate.", registry=self._registry
         )
         self._samples = Counter(
-            "tito_samples", "Samples returned.", ["finish_reason"], registry=self._registry
+            "tito_samples", "Samples finished.", ["finish_reason"], registry=self._registry
         )
         self._tokens = Counter(
             "tito_tokens", "Tokens of prompts and completions.", ["kind"], registry=self._registry
+        )
+        self._queued = Gauge(
+            "tito_queued", "What waits for the engine.", ["unit"], registry=self._registry
+        )
+        self._running = Gauge(
+            "tito_running_samples", "Samples handed to the engine.", registry=self._registry
+        )
+        self._refused = Counter(
+            "tito_refused",
+            "Requests turned away with 429.",
+            ["caller", "limit"],
+            registry=self._registry,
         )
         self._version = Gauge(
             "tito_policy_version", "Live version.", ["policy"], registry=self._registry
@@ -52,12 +65,22 @@ class Metrics:
             registry=self._registry,
         )
 
-    def observe_rollout(self, rollout: Rollout) -> None:
-        """Count a finished rollout's samples and tokens."""
-        self._tokens.labels("prompt").inc(sum(len(group.prompt_ids) for group in rollout.groups))
-        for sample in rollout.samples:
+    def observe_group(self, group: Group) -> None:
+        """Count a finished group's samples and tokens."""
+        self._tokens.labels("prompt").inc(len(group.prompt_ids))
+        for sample in group.samples:
             self._samples.labels(sample.finish_reason).inc()
             self._tokens.labels("completion").inc(len(sample.completion_ids))
+
+    def observe_queue(self, queued: Cost, running_samples: int) -> None:
+        """Record what waits and what runs."""
+        self._queued.labels("samples").set(queued.samples)
+        self._queued.labels("tokens").set(queued.tokens)
+        self._running.set(running_samples)
+
+    def observe_refusal(self, caller: str, limit: str) -> None:
+        """Count a request that the queue had no room for."""
+        self._refused.labels(caller, limit).inc()
 
     def observe_version(self, policy: str, version: int) -> None:
         """Record which version is live."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,11 +11,15 @@ from rollout_server.adapters import AdapterPublisher
 from rollout_server.engine import Completion
 from rollout_server.policies import Policy
 from rollout_server.prompts import PromptEncoder
+from rollout_server.seam import cut_at_stop
+from rollout_server.seeds import seeded
 from rollout_server.supervisor import Supervisor
 from shared.errors import InvalidRequest, Problem
 from shared.protocol import (
+    BegunCompletion,
     Group,
     IdArray,
+    Prompt,
     Purpose,
     Rollout,
     RolloutRequest,
@@ -65,33 +69,58 @@ class RolloutService:
         self._max_model_len = max_model_len
         self._max_samples = max_samples
 
-    async def rollout(self, request: RolloutRequest, policy: Policy) -> Rollout:
-        """Sample every prompt of a checked request from the policy; all of it or nothing.
-
-        Raises:
-            InvalidRequest: a prompt cannot be used; nothing was run.
-            EngineUnavailable, EngineFailure: the engine could not finish; the rest was cancelled.
-        """
-        prompts = await asyncio.to_thread(
-            self._encoder.encode, request.prompts, request.chat_template_kwargs
-        )
-        sampling = request.sampling()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._group(index, ids, sampling, request, policy))
-                    for index, ids in enumerate(prompts)
-                ]
-        except ExceptionGroup as failures:
-            # The first failure cancelled the others, so it is the one to tell of.
-            raise failures.exceptions[0] from None
+    def heading(self, request: RolloutRequest, policy: Policy) -> Rollout:
+        """The answer to a request as far as it is known before there are groups."""
         return Rollout(
             model=self._model,
             tokenizer=self._encoder.fingerprint,
             policy=policy.name,
-            sampling=sampling.model_dump() | {"purpose": request.purpose.value},
-            groups=tuple(task.result() for task in running),
+            sampling=request.sampling().model_dump() | {"purpose": request.purpose.value},
+            groups=(),
         )
+
+    async def prepare(self, request: RolloutRequest) -> list[list[int]]:
+        """Ids of each prompt of a checked request.
+
+        Raises:
+            InvalidRequest: a prompt cannot be used.
+        """
+        prompts = [
+            prompt.token_ids if isinstance(prompt, BegunCompletion) else prompt
+            for prompt in request.prompts
+        ]
+        return await asyncio.to_thread(self._encoder.encode, prompts, request.chat_template_kwargs)
+
+    async def run(
+        self,
+        request: RolloutRequest,
+        policy: Policy,
+        prompts: Sequence[list[int]],
+        finished: Callable[[Group], None],
+    ) -> None:
+        """Sample every prompt that is not among the groups that the caller has.
+
+        Args:
+            request: checked.
+            prompts: ids of each of its prompts.
+            finished: told each group as soon as its last sample has ended.
+
+        Raises:
+            EngineUnavailable, EngineFailure: the engine could not finish; the rest was cancelled.
+        """
+        sampling, had = request.sampling(), frozenset(request.have)
+
+        async def group(index: int, ids: list[int]) -> None:
+            finished(await self._group(index, ids, sampling, request, policy))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, ids in enumerate(prompts):
+                    if index not in had:
+                        tasks.create_task(group(index, ids))
+        except ExceptionGroup as failures:
+            # The first failure cancelled the others, so it is the one to tell of.
+            raise failures.exceptions[0] from None
 
     def check(self, request: RolloutRequest) -> None:
         """Refuse what can be refused without looking at prompts.
@@ -109,6 +138,7 @@ class RolloutService:
             for index, token in enumerate(request.stop_token_ids)
             if token >= vocab_size
         ]
+        problems += _seam_problems(request)
         samples = len(request.prompts) * request.group_size
         if samples > self._max_samples:
             got = f"{len(request.prompts)} prompts x {request.group_size} = {samples} samples"
@@ -127,18 +157,41 @@ class RolloutService:
         adapter, version = policy.adapter, policy.version
         with self._adapters.using(adapter):
             completions = await self._supervisor.generate(
-                ids, sampling, request.group_size, adapter
+                ids, seeded(sampling, group_id), request.group_size, adapter
             )
+
+        def group() -> Group:
+            prompt_ids = np.array(ids, np.int32)
+            begun = _begun(request.prompts[group_id])
+            samples = tuple(
+                _sample(group_id, prompt_ids, made, text, _spans(made, policy, version))
+                for made, text in self._read(completions, begun, request)
+            )
+            return Group(group_id, prompt_ids, samples)
+
+        # Off the loop: decoding and copying a large group takes a while.
+        return await asyncio.to_thread(group)
+
+    def _read(
+        self, completions: list[Completion], begun: list[int], request: RolloutRequest
+    ) -> list[tuple[Completion, str | None]]:
+        """Each completion, up to its stop string, and its text."""
+        if begun and request.stop:
+            completions = [
+                cut_at_stop(begun, made, request.stop, lambda ids: self._encoder.decode([ids])[0])
+                for made in completions
+            ]
         texts: list[str] | list[None] = [None] * len(completions)
         if request.text:
-            token_ids = [completion.token_ids for completion in completions]
-            texts = await asyncio.to_thread(self._encoder.decode, token_ids)
-        prompt_ids = np.array(ids, np.int32)
-        samples = tuple(
-            _sample(group_id, prompt_ids, completion, text, _spans(completion, policy, version))
-            for completion, text in zip(completions, texts, strict=True)
-        )
-        return Group(group_id, prompt_ids, samples)
+            texts = self._encoder.decode([[*begun, *made.token_ids] for made in completions])
+        return list(zip(completions, texts, strict=True))
+
+
+def _begun(prompt: Prompt) -> list[int]:
+    """The ids of a prompt that are the beginning of its completions."""
+    if isinstance(prompt, BegunCompletion):
+        return prompt.token_ids[prompt.completion_from :]
+    return []
 
 
 def _spans(completion: Completion, policy: Policy, version: int) -> tuple[Span, ...]:
@@ -181,4 +234,15 @@ def _training_problems(request: RolloutRequest) -> list[Problem]:
         Problem(name, str(value), f'{allowed} (or purpose "eval")')
         for name, (accepts, allowed) in _TRAINING_RULES.items()
         if not accepts(value := getattr(request, name))
+    ]
+
+
+def _seam_problems(request: RolloutRequest) -> list[Problem]:
+    """The engine penalises what it has sampled itself, which leaves out what was begun before."""
+    if not any(isinstance(prompt, BegunCompletion) for prompt in request.prompts):
+        return []
+    return [
+        Problem(name, str(value), "0.0 where a completion is gone on with")
+        for name in ("presence_penalty", "frequency_penalty")
+        if (value := getattr(request, name))
     ]

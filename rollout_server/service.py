@@ -21,6 +21,7 @@ from rollout_server.checkpoints import (
     digest_of,
 )
 from rollout_server.engine import Engine
+from rollout_server.jobs import Jobs, Retention
 from rollout_server.metrics import Metrics
 from rollout_server.policies import Policies, Policy
 from rollout_server.prompts import PromptEncoder
@@ -59,6 +60,7 @@ class Service:
     publisher: Publisher
     adapters: AdapterPublisher
     rollouts: RolloutService
+    jobs: Jobs
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable, with the reason, unless samples can be generated."""
@@ -144,6 +146,8 @@ class Startup:
 
     async def close(self) -> None:
         """Stop the engine and let go of the spool."""
+        if self._service is not None:
+            self._service.jobs.close()
         await self._supervisor.close()
         if self._spool is not None:
             self._spool.close()
@@ -189,7 +193,12 @@ class Startup:
             max_model_len=settings.max_model_len,
             max_samples=settings.max_samples,
         )
-        return Service(settings, supervisor, encoder, policies, publisher, adapters, rollouts)
+        retention = Retention(
+            settings.grace_seconds, settings.kept_seconds, settings.kept_mib << 20
+        )
+        observe = self._metrics.observe_group
+        jobs = Jobs(rollouts, policies, retention=retention, observe=observe)
+        return Service(settings, supervisor, encoder, policies, publisher, adapters, rollouts, jobs)
 
 
 def _model_parts(model: str) -> tuple[Path, Any, Any]:

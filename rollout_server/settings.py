@@ -72,6 +72,11 @@ class ServerSettings(BaseSettings):
     )
     tensor_parallel: int = _setting(1, "Engine", "GPUs that share one copy of the model.", ge=1)
     seed: int = _setting(0, "Engine", "Seed of the engine's sampler.")
+    deterministic: bool = _setting(
+        False,
+        "Engine",
+        "One sequence at a time, uncached: a seeded rollout has the same bits again.",
+    )
 
     host: str = _setting("127.0.0.1", "Network", "Address to listen on; 0.0.0.0 for all.")
     port: int = _setting(8300, "Network", "Port to listen on.", ge=1, le=65535)
@@ -89,10 +94,34 @@ class ServerSettings(BaseSettings):
         600.0, "Access", "Seconds that a lease may live without a heartbeat, at most.", gt=0.0
     )
 
+    openai_routes: bool = _setting(
+        True, "vLLM's routes", "Serve vLLM's OpenAI-compatible routes: /v1/completions and others."
+    )
+
+    keepalive_seconds: float = _setting(
+        15.0, "Streams", "Send an empty frame when nothing else was sent for so long.", gt=0.0
+    )
+    grace_seconds: float = _setting(
+        60.0, "Streams", "Go on so long with a keyed rollout whose caller has gone.", ge=0.0
+    )
+    kept_seconds: float = _setting(
+        600.0, "Streams", "Keep the groups of a finished keyed rollout so long.", ge=0.0
+    )
+    kept_mib: int = _setting(256, "Streams", "Keep no more of them than this.", ge=0)
+
     max_body_mib: int = _setting(64, "Limits", "Largest /rollout request body.", ge=1)
     max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
     max_uploads: int = _setting(4, "Limits", "Checkpoints uploaded at the same time.", ge=1)
     max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)
+    max_queued_samples: int = _setting(
+        131072, "Limits", "Samples of all callers that may wait for the engine.", ge=1
+    )
+    max_queued_tokens: int = _setting(
+        1 << 28, "Limits", "Tokens that these may take, each sample with its prompt.", ge=1
+    )
+    max_running_samples: int | None = _setting(
+        None, "Limits", "Samples handed to the engine at once; RUNNING_DEFAULT.", ge=1
+    )
 
     staging_dir: Path = _setting(
         _default_staging_dir(), "Weights", "Scratch space for checkpoints, without --spool-dir."

@@ -137,6 +137,7 @@ def rollout_from_wire(document: dict[str, Any]) -> Rollout:
             policy=document["policy"],
             sampling=document["sampling"],
             groups=groups,
+            missing=tuple(document.get("missing", ())),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedBody(f"not a rollout answer: {error!r}") from error
@@ -200,10 +201,12 @@ def _sample_to_wire(sample: Sample, packed: bool) -> dict[str, Any]:
 
 def rollout_to_wire(rollout: Rollout, *, packed: bool) -> dict[str, Any]:
     """Plain data for a ``/rollout`` answer; the inverse of :func:`rollout_from_wire`."""
-    return {
+    document = {
         "model": rollout.model,
         "tokenizer": rollout.tokenizer,
         "policy": rollout.policy,
         "sampling": rollout.sampling,
         "groups": [group_to_wire(group, packed=packed) for group in rollout.groups],
     }
+    # Said only by an answer that its deadline cut short.
+    return document | ({"missing": list(rollout.missing)} if rollout.missing else {})

@@ -14,6 +14,7 @@
     |-- Overloaded              429  retry after ``retry_after`` seconds
     |-- EngineFailure           500  the engine failed while it worked on this request
     |-- EngineUnavailable       503  the engine cannot generate now; ``retry_after`` may say when
+    |-- DeadlineExceeded        504  the request's own deadline passed before it was finished
     |-- InsufficientStorage     507  the server's disk or shared memory is full
     |-- ServerUnreachable       (client only) no answer came, or one that is not Tito's
     `-- ProtocolMismatch        (client only) the server speaks another version of the protocol
@@ -134,6 +135,10 @@ class EngineUnavailable(TitoError):
     code, status = "engine_unavailable", 503
 
 
+class DeadlineExceeded(TitoError):
+    code, status = "deadline_exceeded", 504
+
+
 class InsufficientStorage(TitoError):
     code, status = "insufficient_storage", 507
 
@@ -155,7 +160,7 @@ _BY_CODE: dict[str, type[TitoError]] = {
     for cls in (
         InvalidRequest, MalformedBody, Unauthorized, Forbidden, NotFound, Conflict,
         PreconditionFailed, BodyTooLarge, UnsupportedMediaType, WeightsRejected, Overloaded,
-        EngineFailure, EngineUnavailable, InsufficientStorage,
+        EngineFailure, EngineUnavailable, DeadlineExceeded, InsufficientStorage,
     )
 }  # fmt: skip
 

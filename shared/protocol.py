@@ -8,6 +8,7 @@ languages.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -31,12 +32,19 @@ MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/x-safetensors"
 DELTA = "application/x-tito-delta"
+FRAMES = "application/x-tito-frames"
+"""A stream of msgpack maps, each behind its length."""
+NDJSON = "application/x-ndjson"
+"""A stream of JSON objects, one a line."""
 
 DIGEST_HEADER = "x-tito-digest"
 DIGEST_TRAILER = "trailer"
 """Value of the digest header when the digest follows the last byte of the safetensors file."""
 FENCE_HEADER = "x-tito-fence"
 """Carries the fencing number of the lease under which weights are published."""
+IDEMPOTENCY_HEADER = "idempotency-key"
+"""Names a rollout, so that a request that is sent again attaches to it."""
+IDEMPOTENCY_KEY = r"^[A-Za-z0-9._:-]{8,128}$"
 
 DEFAULT_POLICY = "default"
 POLICY_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
@@ -48,6 +56,9 @@ ADAPTER_CONFIG_KEY = "adapter_config"
 MIN_TEMPERATURE = 0.01
 MAX_GROUP_SIZE = 1024
 MAX_PROMPTS = 16384
+MAX_DEADLINE_S = 86400.0
+MAX_FRAME_BYTES = 1 << 29
+"""Longest frame of a stream, without its length: 512 MiB."""
 
 IdArray = NDArray[np.int32]
 LogprobArray = NDArray[np.float32]
@@ -82,27 +93,59 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+_TokenId = Annotated[int, Field(strict=True, ge=0)]
+_WholeNumber = Annotated[int, Field(strict=True)]
+
+
+class BegunCompletion(BaseModel):
+    """A prompt as token ids, the last of which are a completion that is to be gone on with.
+
+    Text is decoded, and stop strings are looked for, over the whole completion.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_ids: list[_TokenId] = Field(fail_fast=True, min_length=1)
+    completion_from: _WholeNumber = Field(
+        ge=1, description="Index at which the completion begins; at most the number of ids."
+    )
+
+    @field_validator("completion_from")
+    @classmethod
+    def _is_inside(cls, value: int, info: ValidationInfo) -> int:
+        # Ids that were refused themselves are not in there, and are reported already.
+        ids = info.data.get("token_ids")
+        if ids is not None and value > len(ids):
+            raise PydanticCustomError(
+                "completion_from", "1 to {most}, the number of token_ids", {"most": len(ids)}
+            )
+        return value
+
+
 def _prompt_kind(prompt: Any) -> str | None:
-    """Which of the three forms a prompt has, so that errors speak of that form alone."""
+    """Which of the four forms a prompt has, so that errors speak of that form alone."""
     if isinstance(prompt, str):
         return "text"
+    if isinstance(prompt, dict | BegunCompletion):
+        return "begun"
     if isinstance(prompt, list | tuple) and prompt:
         return "messages" if isinstance(prompt[0], dict | ChatMessage) else "ids"
     return None
 
 
-_TokenId = Annotated[int, Field(strict=True, ge=0)]
-_WholeNumber = Annotated[int, Field(strict=True)]
-
 Prompt = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
     # One bad id is enough to refuse a prompt; a report of each would cost more than the prompt.
     | Annotated[list[_TokenId], Field(fail_fast=True), Tag("ids")]
-    | Annotated[list[ChatMessage], Field(fail_fast=True), Tag("messages")],
+    | Annotated[list[ChatMessage], Field(fail_fast=True), Tag("messages")]
+    | Annotated[BegunCompletion, Tag("begun")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",
-        custom_error_message="a non-empty string, list of token ids, or list of chat messages",
+        custom_error_message=(
+            "a non-empty string, list of token ids, or list of chat messages, "
+            "or a map with token_ids and completion_from"
+        ),
     ),
 ]
 
@@ -131,6 +174,9 @@ class SamplingSettings(BaseModel):
         default_factory=list, max_length=64, description="Token ids that end one, kept in it."
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-sequence token.")
+    seed: Annotated[_WholeNumber, Field(ge=0, lt=2**53)] | None = Field(
+        None, description="Group i is drawn with seed + i; unset: with whatever comes next."
+    )
 
     @field_validator("temperature")
     @classmethod
@@ -148,7 +194,7 @@ class RolloutRequest(SamplingSettings):
         fail_fast=True,
         min_length=1,
         max_length=MAX_PROMPTS,
-        description="Chat messages, plain text or token ids; forms may be mixed.",
+        description="Chat messages, plain text, token ids, or a begun completion; may be mixed.",
     )
     group_size: _WholeNumber = Field(
         8, ge=1, le=MAX_GROUP_SIZE, description="Completions per prompt."
@@ -159,6 +205,20 @@ class RolloutRequest(SamplingSettings):
     )
     text: bool = Field(True, description="Decode completions for scoring and for eyes.")
     packed: bool = Field(False, description="Arrays as msgpack bin: int32 ids, float32 logprobs.")
+
+    stream: bool = Field(False, description="Send each group as soon as its last sample ends.")
+    have: list[_WholeNumber] = Field(
+        default_factory=list,
+        fail_fast=True,
+        max_length=MAX_PROMPTS,
+        description="Groups that an earlier answer has brought; with stream.",
+    )
+    deadline_seconds: float | None = Field(
+        None, gt=0.0, le=MAX_DEADLINE_S, description="How long all of it may take."
+    )
+    partial: bool = Field(
+        False, description="At the deadline, answer with the groups that are finished."
+    )
 
     policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy samples.")
     version: int | None = Field(None, ge=0, description="Only if exactly this version is live.")
@@ -188,6 +248,23 @@ class RolloutRequest(SamplingSettings):
         trainer_version = info.data.get("trainer_version", value)
         if (trainer_version is None) != (value is None):
             raise PydanticCustomError("pair", "set together with trainer_version, or neither")
+        return value
+
+    @field_validator("have")
+    @classmethod
+    def _is_lacked_by_a_stream(cls, value: list[int], info: ValidationInfo) -> list[int]:
+        if value and not info.data.get("stream", True):
+            raise PydanticCustomError("have", "an empty list, or set stream")
+        last = len(info.data.get("prompts", [])) - 1
+        if last >= 0 and value and not 0 <= min(value) <= max(value) <= last:
+            raise PydanticCustomError("have", "group ids from 0 to {last}", {"last": last})
+        return value
+
+    @field_validator("partial")
+    @classmethod
+    def _has_a_deadline(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("deadline_seconds", value) is None:
+            raise PydanticCustomError("partial", "false, or set deadline_seconds")
         return value
 
     def sampling(self) -> SamplingSettings:
@@ -272,18 +349,68 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Answer of ``POST /rollout``: groups in prompt order."""
+    """Answer of ``POST /rollout``: groups in prompt order.
+
+    Attributes:
+        missing: group ids of the prompts that were not finished by the deadline.
+    """
 
     model: str
     tokenizer: str
     policy: str
     sampling: dict[str, Any]
     groups: tuple[Group, ...]
+    missing: tuple[int, ...] = ()
 
     @property
     def samples(self) -> list[Sample]:
         """The prompts x group_size records, group by group."""
         return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """How much a stream has brought.
+
+    Attributes:
+        prompt_tokens: of each group's prompt once.
+        finish_reasons: number of samples that ended for each reason.
+    """
+
+    groups: int = 0
+    samples: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+    def with_group(self, group: Group) -> Totals:
+        """These, and one group more."""
+        reasons = Counter(self.finish_reasons)
+        reasons.update(sample.finish_reason for sample in group.samples)
+        return Totals(
+            self.groups + 1,
+            self.samples + len(group.samples),
+            self.prompt_tokens + len(group.prompt_ids),
+            self.completion_tokens + sum(len(s.completion_ids) for s in group.samples),
+            dict(reasons),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """What closes a streamed rollout.
+
+    Attributes:
+        totals: of the groups that the stream brought.
+        missing: group ids of the prompts that were not finished by the deadline.
+    """
+
+    model: str
+    tokenizer: str
+    policy: str
+    sampling: dict[str, Any]
+    totals: Totals
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,9 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         load_format=settings.load_format,
         gpu_memory_utilization=settings.memory_share,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * (1 << 30)),
-        max_num_seqs=settings.max_num_seqs,
+        # Sums over a batch are rounded by its shape, and its shape is a matter of timing.
+        max_num_seqs=1 if settings.deterministic else settings.max_num_seqs,
+        enable_prefix_caching=False if settings.deterministic else None,
         tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
@@ -296,6 +298,7 @@ def _params(sampling: SamplingSettings, n: int) -> SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
         # Text is decoded once, by us; the engine needs it only to look for stop strings.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from rollout_server.weight_check import check_weights
+from rollout_server.weight_check import Repacking, check_weights
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ def prepare_process() -> None:
     if server and server != os.getpid():
         threading.Thread(target=_end_with, args=(server,), daemon=True).start()
         _mend_cpu_lora()
+        _mend_cpu_seeds()
 
 
 def _mend_cpu_lora() -> None:
@@ -64,6 +65,57 @@ def _mend_cpu_lora() -> None:
         output_tensor[lora_indices_tensor < 0] = 0.0
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def _mend_cpu_seeds() -> None:
+    """Let requests with a seed of their own run on CPU.
+
+    vLLM samples after every chunk of a prompt, throws away all but the last sample, and winds a
+    seeded generator back by its offset. Generators on CPU have none: the engine would die. Here a
+    draw follows from the seed and from how many draws were kept, whatever the chunks.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import xxhash
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    offset_of_one_draw = 4
+
+    class CountedGenerator(torch.Generator):
+        request_seed = 0
+        draws = 0
+
+        def get_offset(self) -> int:
+            return offset_of_one_draw * self.draws
+
+        def set_offset(self, offset: int) -> None:
+            self.draws = offset // offset_of_one_draw
+
+        def prepare(self) -> None:
+            mixed = xxhash.xxh3_64_intdigest(b"%d %d" % (self.request_seed, self.draws))
+            self.manual_seed(mixed)
+            self.draws += 1
+
+    plain_forward, plain_init = TopKTopPSampler.forward_cpu, CachedRequestState.__post_init__
+
+    def forward_cpu(self: Any, logits: Any, generators: Any, k: Any, p: Any) -> Any:
+        for generator in generators.values():
+            if isinstance(generator, CountedGenerator):
+                generator.prepare()
+        return plain_forward(self, logits, generators, k, p)
+
+    def counted(self: Any) -> None:
+        plain_init(self)
+        if self.generator is not None:
+            seed, self.generator = self.generator.initial_seed(), CountedGenerator()
+            self.generator.request_seed = seed
+
+    TopKTopPSampler.forward_cpu = forward_cpu
+    CachedRequestState.__post_init__ = counted
 
 
 def _end_with(server: int) -> None:
@@ -109,8 +161,10 @@ class WeightLoader:
         """
         with contextlib.ExitStack() as files:
             staged = _StagedCheckpoint(paths, files)
-            self._tito_load(staged)
-            return self._tito_check(staged)
+            repacking = Repacking(self.model_runner.get_model(), staged.read)
+            with repacking.watched():
+                self._tito_load(staged)
+            return self._tito_check(staged, repacking)
 
     def _tito_load(self, staged: _StagedCheckpoint) -> None:
         from vllm.config import set_current_vllm_config
@@ -135,12 +189,12 @@ class WeightLoader:
         if missing := sorted(expected - loaded):
             raise RuntimeError(f"{len(missing)} parameters were not loaded, first {missing[0]}")
 
-    def _tito_check(self, staged: _StagedCheckpoint) -> dict[str, int]:
+    def _tito_check(self, staged: _StagedCheckpoint, repacking: Repacking) -> dict[str, int]:
         model = self.model_runner.get_model()
         count = sum(1 for _ in model.named_parameters())
         if self.vllm_config.parallel_config.world_size > 1:
             return {"parameters": count, "checked": 0}  # shards do not line up with the checkpoint
-        report = check_weights(model, staged.read)
+        report = check_weights(model, staged.read, repacking)
         if report.different:
             raise RuntimeError(
                 f"{len(report.different)} parameters differ from the checkpoint after the load, "

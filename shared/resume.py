@@ -39,7 +39,13 @@ def continuations(rollout: Rollout, settings: Mapping[str, Any]) -> list[Continu
         Continuation(
             sample,
             [*sample.prompt_ids.tolist(), *sample.completion_ids.tolist()],
-            {**settings, "group_size": 1, "max_tokens": limit - len(sample.completion_ids)},
+            {
+                **settings,
+                "group_size": 1,
+                "max_tokens": limit - len(sample.completion_ids),
+                # The same seed would draw the noise of the first tokens a second time.
+                "seed": None,
+            },
         )
         for sample in rollout.samples
         if sample.finish_reason == "abort"

@@ -163,7 +163,7 @@ def test_several_problems_are_told_of_at_once(server_url: str) -> None:
     assert found == {"temperature", "top_p", "max_tokens"}
 
 
-@pytest.mark.parametrize("name", ["grup_size", "seed", "n", "model", "a b", "\u00e9"])
+@pytest.mark.parametrize("name", ["grup_size", "sede", "n", "model", "a b", "\u00e9"])
 def test_an_unknown_field(server_url: str, name: str) -> None:
     problem = problem_of(post(server_url, body(**{name: 1})), name)
     assert "unknown" in problem["got"]

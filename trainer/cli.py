@@ -5,6 +5,7 @@
     python -m trainer check URL
     python -m trainer peek URL "question"
     python -m trainer demo
+    python -m trainer tiny-policy DIR
 
 A mistake that a person can mend is told in its own words, without a traceback; ``--traceback``
 shows where it was raised. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
@@ -69,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_check(commands.add_parser("check", parents=[common], help="check a server's rollouts"))
     _add_peek(commands.add_parser("peek", parents=[common], help="show a group of answers"))
     _add_demo(commands.add_parser("demo", parents=[common], help="server and training, from zero"))
+    _add_tiny_policy(
+        commands.add_parser("tiny-policy", parents=[common], help="make the model of the demo")
+    )
     return parser
 
 
@@ -119,7 +123,14 @@ def _add_peek(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR")
+    parser.add_argument("--server", metavar="URL", help="use this one, which serves --model")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="made by tiny-policy")
     parser.set_defaults(command=_demo)
+
+
+def _add_tiny_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="left alone if it exists")
+    parser.set_defaults(command=_tiny_policy)
 
 
 # Each command imports its own modules: check and peek need no torch and should start at once.
@@ -196,9 +207,20 @@ def _peek(args: argparse.Namespace, console: Console) -> int:
 
 
 def _demo(args: argparse.Namespace, console: Console) -> int:
-    from trainer.demo import run_demo
+    from trainer.demo import Served, run_demo
+    from trainer.errors import ConfigError
 
-    return run_demo(args.out, console)
+    if (args.server is None) != (args.model is None):
+        raise ConfigError("--server and --model go together: the server must serve that model")
+    served = None if args.server is None else Served(args.server, args.model)
+    return run_demo(args.out, console, served=served)
+
+
+def _tiny_policy(args: argparse.Namespace, console: Console) -> int:
+    from trainer.tiny_policy import ensure_tiny_policy_at
+
+    console.print(Text(str(ensure_tiny_policy_at(args.directory))))
+    return 0
 
 
 def _print_error(error: TitoError) -> None:

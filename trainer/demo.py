@@ -1,9 +1,10 @@
 """The demonstration: a tiny policy learns arithmetic through a server and a trainer.
 
-    python -m trainer demo [--out runs/demo]
+    python -m trainer demo [--out runs/demo] [--server URL --model DIRECTORY]
 
-Two processes that talk HTTP: ``rollout_server``, started here, and the training loop of
-``trainer.train`` with ``trainer/configs/demo.toml``. It fails unless held-out accuracy rises.
+Two processes that talk HTTP: ``rollout_server``, started here unless one that serves the tiny
+policy is named, and the training loop of ``trainer.train`` with ``trainer/configs/demo.toml``. It
+fails unless held-out accuracy rises.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,15 +75,22 @@ class Summary:
     passed: bool
 
 
-def run_demo(out: Path, console: Console, overrides: Sequence[str] = ()) -> int:
+@dataclass(frozen=True)
+class Served:
+    """A rollout server that runs already, and the tiny policy that it was started with."""
+
+    url: str
+    model: Path
+
+
+def run_demo(
+    out: Path, console: Console, overrides: Sequence[str] = (), served: Served | None = None
+) -> int:
     """Run everything; returns the exit code, 0 when accuracy rose enough."""
     started = time.perf_counter()
     run = _empty_run(out)
-    _say(console, "making the tiny policy, or taking it from the cache")
-    policy = ensure_tiny_policy(_cache_directory())
-    _say(console, f"starting the rollout server; its log is {out / 'server.log'}")
-    with rollout_server(policy, out / "server.log") as url:
-        config = demo_config(policy, url, run, overrides)
+    with _server(out, console) if served is None else nullcontext(served) as server:
+        config = demo_config(server.model, server.url, run, overrides)
         training = time.perf_counter()
         train(config, console=console)
         training_seconds = time.perf_counter() - training
@@ -90,6 +98,15 @@ def run_demo(out: Path, console: Console, overrides: Sequence[str] = ()) -> int:
     (out / "summary.json").write_text(json.dumps(asdict(summary), indent=2), encoding="utf-8")
     _show(console, out, run, summary)
     return 0 if summary.passed else 1
+
+
+@contextmanager
+def _server(out: Path, console: Console) -> Iterator[Served]:
+    _say(console, "making the tiny policy, or taking it from the cache")
+    policy = ensure_tiny_policy(_cache_directory())
+    _say(console, f"starting the rollout server; its log is {out / 'server.log'}")
+    with rollout_server(policy, out / "server.log") as url:
+        yield Served(url, policy)
 
 
 def demo_config(policy: Path, url: str, run: Path, overrides: Sequence[str] = ()) -> Config:

@@ -58,12 +58,18 @@ def ensure_tiny_policy(
     cache_dir: str | Path, *, seed: int = 0, warm_up_steps: int = WARM_UP_STEPS
 ) -> Path:
     """The policy from ``cache_dir``, made there first if this recipe never ran before."""
-    cache = Path(cache_dir)
-    policy = cache / f"tiny-policy-{_recipe_digest(seed, warm_up_steps)}"
+    policy = Path(cache_dir) / f"tiny-policy-{_recipe_digest(seed, warm_up_steps)}"
+    return ensure_tiny_policy_at(policy, seed=seed, warm_up_steps=warm_up_steps)
+
+
+def ensure_tiny_policy_at(
+    policy: Path, *, seed: int = 0, warm_up_steps: int = WARM_UP_STEPS
+) -> Path:
+    """The policy in this directory, made first if there is no such directory."""
     if policy.exists():
         return policy
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".tiny-policy-") as scratch:
+    policy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=policy.parent, prefix=".tiny-policy-") as scratch:
         made = make_tiny_policy(Path(scratch) / "policy", seed=seed, warm_up_steps=warm_up_steps)
         try:
             # Renaming is atomic: no reader ever sees half a policy under the final name.

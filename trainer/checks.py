@@ -20,16 +20,18 @@ from rich.console import Console
 from rich.text import Text
 
 from shared.client import RolloutClient
-from shared.protocol import Group, Rollout, Sample
+from shared.lesson import (
+    MAX_TRUNCATED_SHARE,
+    MIN_VARIED_SHARE,
+    RECORDS_ADVICE,
+    ROOM_ADVICE,
+    VARIETY_ADVICE,
+    is_varied,
+    sample_problems,
+    truncated_share,
+)
+from shared.protocol import Rollout
 from trainer.arithmetic import PLAIN_QUESTION, ArithmeticStream
-
-MAX_TRUNCATED_SHARE = 0.15
-"""Above this, max_tokens cuts off answers that might have been right, and teaches brevity."""
-
-MIN_VARIED_SHARE = 0.5
-"""With fewer varied groups than this, most of a rollout's work teaches nothing."""
-
-_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def check_records(
     """
     problems = [*_count_problems(rollout, prompts, group_size)]
     for sample in rollout.samples:
-        problems += _sample_problems(sample, vocab_size)
+        problems += sample_problems(sample, vocab_size)
     if sent_ids is not None:
         problems += _echo_problems(rollout, sent_ids)
     expected = prompts * group_size
@@ -74,8 +76,7 @@ def check_records(
         "records",
         not problems,
         found if not problems else "; ".join(problems[:3]),
-        "Something between sampler and trainer changes, drops or re-encodes token ids. Compare the "
-        "first group's prompt_ids with what you sent, and look for a proxy or a tokenizer step.",
+        RECORDS_ADVICE,
     )
 
 
@@ -91,19 +92,6 @@ def _count_problems(rollout: Rollout, prompts: int, group_size: int) -> list[str
     return problems
 
 
-def _sample_problems(sample: Sample, vocab_size: int) -> list[str]:
-    problems = []
-    ids, logprobs = sample.completion_ids, sample.logprobs
-    if len(ids) != len(logprobs):
-        problems.append(f"{len(ids)} completion ids with {len(logprobs)} logprobs")
-    if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
-        problems.append("a logprob is above 0 or not finite")
-    everything = np.concatenate([sample.prompt_ids, ids])
-    if ((everything < 0) | (everything >= vocab_size)).any():
-        problems.append(f"an id lies outside the vocabulary of {vocab_size}")
-    return [f"group {sample.group_id}: {problem}" for problem in problems]
-
-
 def _echo_problems(rollout: Rollout, sent_ids: Sequence[Sequence[int]]) -> list[str]:
     return [
         f"group {group.group_id}: prompt_ids are not those sent"
@@ -114,19 +102,14 @@ def _echo_problems(rollout: Rollout, sent_ids: Sequence[Sequence[int]]) -> list[
 
 def check_variety(rollout: Rollout) -> Check:
     """At least half of the groups hold two different answers."""
-    varied = sum(_is_varied(group) for group in rollout.groups)
+    varied = sum(is_varied(group) for group in rollout.groups)
     total = len(rollout.groups)
     return Check(
         "variety",
         varied >= MIN_VARIED_SHARE * total,
         f"answers differ in {varied} of {total} groups",
-        "Sample at temperature 1 without a seed. If that is so, the policy has settled on one "
-        "answer: take harder prompts, or stop.",
+        VARIETY_ADVICE,
     )
-
-
-def _is_varied(group: Group) -> bool:
-    return len({sample.completion_ids.tobytes() for sample in group.samples}) > 1
 
 
 def check_room(rollout: Rollout) -> Check:
@@ -136,14 +119,8 @@ def check_room(rollout: Rollout) -> Check:
         "room",
         share <= MAX_TRUNCATED_SHARE,
         f"{share:.0%} of samples hit max_tokens; allowed: {MAX_TRUNCATED_SHARE:.0%}",
-        "Raise max_tokens, ask for shorter answers in the prompt, or make sure the chat template's "
-        "end-of-turn token is among the stop tokens.",
+        ROOM_ADVICE,
     )
-
-
-def truncated_share(samples: Sequence[Sample]) -> float:
-    """Share of samples that ended because they had to, not because the model was done."""
-    return sum(sample.finish_reason == "length" for sample in samples) / max(len(samples), 1)
 
 
 def check_rollout(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.lesson import truncated_share
 from shared.protocol import Rollout, Sample
-from trainer.checks import truncated_share
 from trainer.ledger import Fate, StepLedger
 from trainer.rewards import Outcome, Score
 from trainer.update import Update

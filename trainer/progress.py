@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer.checks import MAX_TRUNCATED_SHARE
+from shared.lesson import MAX_TRUNCATED_SHARE
 from trainer.evaluate import Evaluation
 from trainer.metrics import StepMetrics
 

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+from shared.lesson import truncated_share
 from shared.protocol import Sample
-from trainer.checks import truncated_share
 from trainer.evaluate import Accuracy, Evaluation
 from trainer.metrics import StepMetrics, mean_length, reward_statistics
 from trainer.progress import ProgressLog, forget_later_steps, step_line

@@ -1,8 +1,8 @@
 """Samples as tensors.
 
 One convention holds in the whole trainer: in an ``[N, T]`` tensor entry ``[n, t]`` belongs to
-token t of row n. A language model's output at position t scores token t + 1, and ``scored_by`` is
-the one place that knows it.
+token t of row n. A language model's output at position t scores token t + 1, and
+``scoring_positions`` is the one place that knows it.
 
 Rows are padded on the right, so that a token's position is its index. What is padding follows from
 the lengths of the samples and from nothing else: the pad id may be the stop token's id, and either
@@ -128,32 +128,35 @@ def _check_groups(samples: Iterable[Sample]) -> None:
                              "renumber the groups when joining rollouts")  # fmt: skip
 
 
-def scored_by(states: Tensor, mask: Tensor) -> Tensor:
-    """The model's states that predict the masked tokens: the only shift in the trainer.
+def scoring_positions(mask: Tensor) -> Tensor:
+    """Where the model's states are that predict the masked tokens: the only shift in the trainer.
 
-    Row k of the result scores the k-th true entry of ``mask``, counted row by row, which is also
-    the k-th entry of ``values[mask]`` for any per-token ``values``.
+    A causal model's state at position t has seen tokens 0 to t, and predicts token t + 1. Row by
+    row, the k-th true entry of the result scores the k-th true entry of ``mask``, and so the k-th
+    entry of ``values[mask]`` for any per-token ``values``.
 
     Args:
-        states: ``[N, T, H]`` of a causal model; position t has seen tokens 0 to t.
         mask: bool ``[N, T]`` of tokens to score; false at token 0, which nothing predicts.
 
     Returns:
-        ``[K, H]``.
+        bool ``[N, T]``.
 
     Raises:
         ValueError: token 0 of some row is to be scored.
     """
     if mask[:, 0].any():
         raise ValueError("token 0 has no position before it that could score it")
-    return states[:, :-1][mask[:, 1:]]
+    return torch.nn.functional.pad(mask[:, 1:], (0, 1))
 
 
-def micro_batches(batch: Batch, max_tokens: int) -> list[Batch]:
-    """Split a batch into parts of at most ``max_tokens`` padded tokens, each row in exactly one.
+def micro_batches(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Batch]:
+    """Split a batch into parts of at most ``max_tokens`` tokens, each row in exactly one.
 
     Rows of like length go together, longest first, so that little is padding and a batch too big
     for the device fails at once. The split is a function of the lengths alone.
+
+    Args:
+        packed: whether padding takes no room, so that it does not count.
 
     Raises:
         ValueError: a single row is longer than ``max_tokens``.
@@ -164,9 +167,13 @@ def micro_batches(batch: Batch, max_tokens: int) -> list[Batch]:
         raise ValueError(f"a sample of {lengths[order[0]]} tokens does not fit into micro-batches "
                          f"of {max_tokens}")  # fmt: skip
     parts: list[list[int]] = [[]]
+    used = 0
     for row in order:
-        # The first row of a part is its longest and sets the width.
-        if parts[-1] and lengths[parts[-1][0]] * (len(parts[-1]) + 1) > max_tokens:
+        # The first row of a part is its longest and sets the width of the others' padding.
+        room = lengths[row] if packed or not parts[-1] else lengths[parts[-1][0]]
+        if parts[-1] and used + room > max_tokens:
             parts.append([])
+            used, room = 0, lengths[row]
         parts[-1].append(row)
+        used += room
     return [batch.select(torch.tensor(part)) for part in parts]

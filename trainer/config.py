@@ -14,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shared.protocol import MAX_GROUP_SIZE, MAX_PROMPTS
 from trainer.arithmetic import SHORT_QUESTION
 from trainer.objective import PRESETS, Objective
+from trainer.rewards import Part
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 DType = Literal["float32", "bfloat16", "float16"]
+Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
 
 
 class _Section(BaseModel):
@@ -33,12 +35,27 @@ class ModelConfig(_Section):
         description="Of the weights that AdamW updates. In bfloat16 small updates round away.",
     )
     device: str = Field(default="auto", description="auto takes a GPU when there is one.")
+    head_dtype: Literal["weights", "float32"] = Field(
+        default="weights",
+        description="What logits are computed in; float32 over bfloat16 weights costs little and "
+        "brings trainer and sampler nearer to each other when the sampler does it too.",
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Sequences end to end without padding; auto: where the model's attention can.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute activations again instead of keeping them."
+    )
 
 
 class ServerConfig(_Section):
     """The rollout server."""
 
-    url: str = Field(default="http://127.0.0.1:8300", pattern=r"^https?://\S+$")
+    url: Url = "http://127.0.0.1:8300"
+    urls: tuple[Url, ...] = Field(
+        default=(), description="Several servers, which share the work; used instead of url."
+    )
     token_env: str = Field(
         default="TITO_TOKEN",
         description="Environment variable that holds the bearer token, if any.",
@@ -47,11 +64,21 @@ class ServerConfig(_Section):
         default=600.0, gt=0, description="Seconds without a byte before giving up."
     )
     ready_timeout: float = Field(
-        default=300.0, ge=0, description="Seconds to wait for it at the start."
+        default=300.0, ge=0, description="Seconds to wait for one at the start, or when all fail."
     )
     publish_dtype: DType = Field(
         default="bfloat16", description="What weights are cast to for sending."
     )
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice")
+        return self
+
+    def every_url(self) -> tuple[str, ...]:
+        """All servers; at least one."""
+        return self.urls or (self.url,)
 
 
 class ArithmeticConfig(_Section):
@@ -122,6 +149,11 @@ class RolloutConfig(_Section):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    seeded: bool = Field(
+        default=False,
+        description="Draw every group with a seed of its own, which follows from train.seed. With "
+        "a server that was started with --deterministic, runs repeat bit by bit.",
+    )
 
     def sampling(self) -> dict[str, Any]:
         """The fields of a rollout request that say how one completion is drawn."""
@@ -134,12 +166,57 @@ class RolloutConfig(_Section):
         }
 
 
-class RewardConfig(_Section):
-    """How samples are scored."""
+class RewardFunctionConfig(_Section):
+    """One of several rewards: a ``[[reward.functions]]`` table."""
 
-    function: str = Field(
-        default="numeric", min_length=1, description="numeric, exact, or path/to/file.py:function."
+    name: str = Field(default="", description="For metrics; empty: as the function is called.")
+    function: str = Field(min_length=1, description="As reward.function.")
+    weight: float = Field(default=1.0, description="Factor in the sum.")
+    options: dict[str, Any] = Field(default_factory=dict, description="As reward.options.")
+
+    def part(self) -> Part:
+        """The same as the workers know it."""
+        name = self.name or self.function.rpartition(":")[2]
+        return Part(name, self.function, self.weight, self.options)
+
+
+class RewardConfig(_Section):
+    """How samples are scored, see :mod:`trainer.rewards`: by one function or by several."""
+
+    function: str | None = Field(
+        default=None,
+        min_length=1,
+        description="numeric (when nothing is said), exact, math, format, regex, length_penalty, "
+        "code, http, or path/to/file.py:function.",
     )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of every call, or the service's url."
+    )
+    functions: tuple[RewardFunctionConfig, ...] = Field(
+        default=(), description="Instead of function: several, whose weighted sum is maximised."
+    )
+    workers: Count = Field(default=4, description="Most processes that score at a time.")
+    timeout_s: float = Field(default=10.0, gt=0, description="Seconds for one sample.")
+    memory_mb: Count = Field(
+        default=2048, description="A worker's, beyond what it holds once the functions are loaded."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.functions and (self.function or self.options):
+            raise ValueError("function and options, or a list of functions, but not both")
+        names = [part.name for part in self.parts()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two functions named {', '.join(twice)}: give each a name of its own")
+        return self
+
+    def parts(self) -> tuple[Part, ...]:
+        """The reward functions, at least one."""
+        if self.functions:
+            return tuple(function.part() for function in self.functions)
+        function = self.function or "numeric"
+        return (RewardFunctionConfig(function=function, options=self.options).part(),)
 
 
 class ObjectiveConfig(_Section):
@@ -203,7 +280,12 @@ class TrainConfig(_Section):
         default=1, description="Passes of the optimizer over one rollout."
     )
     micro_batch_tokens: Count = Field(
-        default=16384, description="Padded tokens in one forward pass. Results do not depend on it."
+        default=16384, description="Tokens in one forward pass. Results do not depend on it."
+    )
+    max_staleness: CountOrNone = Field(
+        default=0,
+        description="Steps that samples may lag behind what is trained. 0 is strictly on-policy; "
+        "above, the servers sample for later steps while the trainer trains.",
     )
     seed: int = 0
     checkpoint_every: CountOrNone = Field(default=50, description="Steps; 0: at the end alone.")

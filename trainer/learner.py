@@ -15,6 +15,7 @@ from trainer.checkpoint import restore_trainer
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
 from trainer.objective import Objective
+from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
 
 
@@ -26,6 +27,7 @@ class Learner:
         reference: the frozen model that the KL is measured against; None when beta is 0.
         fingerprint: of the tokenizer, to be compared with the server's.
         pad_id: fills the batch; nothing depends on which id it is.
+        unpacked: why sequences are padded, not packed; empty when they are packed.
     """
 
     model: PreTrainedModel
@@ -37,6 +39,7 @@ class Learner:
     device: torch.device
     fingerprint: str
     pad_id: int
+    unpacked: str = ""
 
 
 def build_learner(config: Config, checkpoint: Path | None) -> Learner:
@@ -56,6 +59,9 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
     if objective.beta > 0:
         dtype = getattr(torch, config.model.dtype)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
+    unpacked = _choose_packing(config, [model] if reference is None else [model, reference])
+    if config.model.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = build_optimizer(model, config.optimizer)
     scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
     if checkpoint:
@@ -72,6 +78,7 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
         device=device,
         fingerprint=tokenizer_fingerprint(tokenizer),
         pad_id=tokenizer.pad_token_id or 0,
+        unpacked=unpacked,
     )
 
 
@@ -89,6 +96,20 @@ def _load(
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {source}: {error}") from error
+
+
+def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:
+    """Pack if the configuration wants it; returns why not."""
+    if config.model.packing == "off":
+        return "model.packing is off"
+    try:
+        for model in models:
+            use_packing(model)
+    except ValueError as error:
+        if config.model.packing == "on":
+            raise ConfigError(f"{error}: set model.packing to auto or off") from error
+        return str(error)
+    return ""
 
 
 def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:

@@ -1,24 +1,22 @@
 """The model that is trained, and the log-probabilities that it gives to tokens.
 
-The logits of a batch are the largest tensor of a training step: 8 sequences of 2048 tokens over
-150 000 words are 10 GB in float32, and their gradient as much again. They are never built. The
-model runs to its last hidden states; then the head and the log-softmax work through the tokens that
-are scored, a chunk at a time, and each chunk's logits are computed again in the backward pass.
+The model runs to its last hidden states, on packed sequences where its attention allows, on padded
+rows elsewhere; :mod:`trainer.head` goes on from there without ever building the logits. What comes
+out is laid out as ``[N, T]`` either way, so nothing else in the trainer knows the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.batch import scored_by
+from trainer.batch import scoring_positions
+from trainer.head import head_of, logprobs_and_entropy
+from trainer.packing import is_packed, pack
 
-CHUNK_TOKENS = 1024
 _PROBE_TOKENS = 4
 
 
@@ -98,7 +96,7 @@ def check_logits(model: PreTrainedModel) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(vocabulary)[None]
     expected = model(input_ids=ids, use_cache=False).logits
-    ours = _logits(model, _hidden_states(model, ids, torch.ones_like(ids)))
+    ours = head_of(model).logits(_hidden_states(model, ids, torch.ones_like(ids).bool()))
     tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-4) * expected.abs().max().item()
     if not (ours - expected).abs().max().item() <= tolerance:  # NaN is refused too
         raise ValueError(
@@ -114,18 +112,20 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     mask: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
+    head_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Log-probability of each token given those before it.
 
     Args:
-        model: a causal model of ``transformers``.
+        model: a causal model of ``transformers``; see :func:`trainer.packing.use_packing`.
         input_ids: int64 ``[N, T]``, padded on the right.
         attention_mask: bool or 0/1 ``[N, T]``.
         temperature: divides the logits, as the sampler did; above 0.
         mask: bool ``[N, T]``, the tokens to score, usually the completion mask. By default all
             that have a predecessor.
-        chunk_tokens: for how many tokens logits exist at one time.
+        chunk_tokens: for how many tokens logits exist at one time; None: what suits the device.
+        head_dtype: that logits are computed in; None: that of the weights.
 
     Returns:
         float32 ``[N, T]`` (float64 for a float64 model) in nats, differentiable. Entry t belongs to
@@ -134,8 +134,8 @@ def token_logprobs(
     Raises:
         ValueError: the temperature is not positive, or ``mask`` is true at token 0.
     """
-    (logprobs_NT,) = _score(
-        model, input_ids, attention_mask, temperature, mask, chunk_tokens, _logprobs
+    logprobs_NT, _ = _score(
+        model, input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, False
     )
     return logprobs_NT
 
@@ -147,20 +147,18 @@ def token_logprobs_and_entropy(
     *,
     temperature: float = 1.0,
     mask: Tensor | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
+    head_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``token_logprobs``, and the entropy of the distribution that each token was drawn from.
 
     The entropy, in nats, is for watching and carries no gradient.
     """
     logprobs_NT, entropy_NT = _score(
-        model, input_ids, attention_mask, temperature, mask, chunk_tokens, _logprobs_and_entropy
+        model, input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, True
     )
+    assert entropy_NT is not None
     return logprobs_NT, entropy_NT
-
-
-_Scorer = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""From logits ``[K, V]`` and tokens ``[K]`` to some numbers for each token, each ``[K]``."""
 
 
 def _score(
@@ -169,48 +167,43 @@ def _score(
     attention_mask_NT: Tensor,
     temperature: float,
     mask_NT: Tensor | None,
-    chunk_tokens: int,
-    scorer: _Scorer,
-) -> list[Tensor]:
-    """Run ``scorer`` over the masked tokens chunk by chunk, and lay its numbers out as [N, T]."""
+    chunk_tokens: int | None,
+    head_dtype: torch.dtype | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Score the masked tokens, and lay the numbers out as [N, T]."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: a greedy choice has no log-probability")
+    attention_mask_NT = attention_mask_NT.bool()
     if mask_NT is None:
-        mask_NT = attention_mask_NT.bool().clone()
+        mask_NT = attention_mask_NT.clone()
         mask_NT[:, 0] = False
-    hidden_KH = scored_by(_hidden_states(model, input_ids_NT, attention_mask_NT), mask_NT)
-    chunks = zip(
-        torch.split(hidden_KH, chunk_tokens),
-        torch.split(input_ids_NT[mask_NT], chunk_tokens),
-        strict=True,
+    scoring_NT = scoring_positions(mask_NT)
+    if is_packed(model):
+        packed = pack(input_ids_NT, attention_mask_NT)
+        untyped: Any = model
+        output = untyped.get_decoder()(**packed.arguments(), use_cache=False)
+        hidden_KH = output.last_hidden_state[0, scoring_NT[attention_mask_NT]]
+    else:
+        hidden_KH = _hidden_states(model, input_ids_NT, attention_mask_NT)[scoring_NT]
+    logprobs_K, entropy_K = logprobs_and_entropy(
+        head_of(model, head_dtype),
+        hidden_KH,
+        input_ids_NT[mask_NT],
+        temperature=temperature,
+        entropy=entropy,
+        chunk_tokens=chunk_tokens,
     )
-
-    def score_chunk(hidden_CH: Tensor, tokens_C: Tensor) -> tuple[Tensor, ...]:
-        return scorer(_logits(model, hidden_CH) / temperature, tokens_C)
-
-    # The checkpoint frees a chunk's logits at once; nothing random happens in there to replay.
-    scores = [
-        checkpoint(score_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
+    laid_out = [
+        None if x is None else x.new_zeros(mask_NT.shape).masked_scatter(mask_NT, x)
+        for x in (logprobs_K, entropy_K)
     ]
-    columns_K = [torch.cat(column) for column in zip(*scores, strict=True)]
-    return [x.new_zeros(mask_NT.shape).masked_scatter(mask_NT, x) for x in columns_K]
-
-
-def _logprobs(logits_KV: Tensor, tokens_K: Tensor) -> tuple[Tensor]:
-    chosen_K = logits_KV.gather(-1, tokens_K[:, None]).squeeze(-1)
-    return (chosen_K - logits_KV.logsumexp(-1),)
-
-
-def _logprobs_and_entropy(logits_KV: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tensor]:
-    (logprobs_K,) = _logprobs(logits_KV, tokens_K)
-    with torch.no_grad():
-        entropy_K = torch.special.entr(logits_KV.softmax(-1)).sum(-1)
-    return logprobs_K, entropy_K
+    assert laid_out[0] is not None
+    return laid_out[0], laid_out[1]
 
 
 def _hidden_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Last hidden states ``[N, T, H]`` of the model without its head."""
+    """Last hidden states ``[N, T, H]`` of padded rows."""
     # Explicit, because some models would count padding too when left to themselves.
     position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
     untyped: Any = model
@@ -222,13 +215,3 @@ def _hidden_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Te
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
-
-
-def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits ``[..., V]`` in float32 at least, as the model's own forward pass would give them."""
-    untyped: Any = model
-    logits: Tensor = untyped.get_output_embeddings()(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Gemma's; other changes to the logits are refused by check_logits.
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -110,13 +110,13 @@ def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
     )
     # A row longer than the limit gets a micro-batch to itself rather than ending the run.
     limit = max(config.train.micro_batch_tokens, int(whole.lengths.max()))
-    parts = [part.to(learner.device) for part in micro_batches(whole, limit)]
-    temperature = config.rollout.temperature
-    references = [_reference_logprobs(learner, part, temperature) for part in parts]
+    packed = not learner.unpacked
+    parts = [part.to(learner.device) for part in micro_batches(whole, limit, packed=packed)]
+    references = [_reference_logprobs(learner, part, config) for part in parts]
     tally = _Tally()
     for _ in range(config.train.updates_per_rollout):
         for part, reference in zip(parts, references, strict=True):
-            logprobs = _logprobs(learner.model, part, temperature)
+            logprobs = policy_logprobs(learner.model, part, config)
             loss, sums = policy_loss(
                 learner.objective,
                 logprobs=logprobs,
@@ -133,21 +133,23 @@ def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
     return tally.summary(learner)
 
 
-def _logprobs(model: PreTrainedModel, part: Batch, temperature: float) -> Tensor:
+def policy_logprobs(model: PreTrainedModel, part: Batch, config: Config) -> Tensor:
+    """Log-probabilities ``[N, T]`` of the completion tokens, as training computes them."""
     return token_logprobs(
         model,
         part.input_ids,
         part.attention_mask,
-        temperature=temperature,
+        temperature=config.rollout.temperature,
         mask=part.completion_mask,
+        head_dtype=torch.float32 if config.model.head_dtype == "float32" else None,
     )
 
 
-def _reference_logprobs(learner: Learner, part: Batch, temperature: float) -> Tensor | None:
+def _reference_logprobs(learner: Learner, part: Batch, config: Config) -> Tensor | None:
     if learner.reference is None:
         return None
     with torch.no_grad():
-        return _logprobs(learner.reference, part, temperature)
+        return policy_logprobs(learner.reference, part, config)
 
 
 def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.protocol import Sample
-from trainer.batch import Batch, collate, micro_batches, scored_by
+from trainer.batch import Batch, collate, micro_batches, scoring_positions
 
 PAD = 0
 
@@ -84,17 +84,14 @@ def test_samples_that_cannot_be_trained_on_are_refused(samples: list[Sample], me
 
 
 def test_position_t_scores_token_t_plus_one() -> None:
-    """A state that names its own position shows which one was taken for which token."""
-    positions = torch.arange(4.0).expand(2, 4)[..., None]
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]).bool()
-    states = scored_by(positions, mask)
-    tokens = torch.arange(4.0).expand(2, 4)[mask]
-    assert states[:, 0].tolist() == (tokens - 1).tolist() == [1, 2, 0, 2]
+    expected = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0]]).bool()
+    assert scoring_positions(mask).equal(expected)
 
 
 def test_the_first_token_cannot_be_scored() -> None:
     with pytest.raises(ValueError, match="token 0"):
-        scored_by(torch.zeros(1, 3, 2), torch.tensor([[True, False, False]]))
+        scoring_positions(torch.tensor([[True, False, False]]))
 
 
 # Micro-batches
@@ -106,16 +103,16 @@ def batch_of(sizes: list[tuple[int, int]]) -> Batch:
     return collate([sample(i, [1] * p, [3] * c) for i, (p, c) in enumerate(sizes)], PAD)
 
 
-@given(sizes=lengths, spare=st.integers(0, 60))
+@given(sizes=lengths, spare=st.integers(0, 60), packed=st.booleans())
 def test_micro_batches_hold_each_row_once_within_the_budget(
-    sizes: list[tuple[int, int]], spare: int
+    sizes: list[tuple[int, int]], spare: int, packed: bool
 ) -> None:
     batch = batch_of(sizes)
     budget = int(batch.lengths.max()) + spare
-    parts = micro_batches(batch, budget)
+    parts = micro_batches(batch, budget, packed=packed)
     assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(len(sizes)))
     for part in parts:
-        assert part.input_ids.numel() <= budget
+        assert (int(part.lengths.sum()) if packed else part.input_ids.numel()) <= budget
         assert part.input_ids.shape[1] == part.lengths.max()
         for i, row in enumerate(part.rows.tolist()):
             end = batch.lengths[row]
@@ -136,6 +133,12 @@ def test_micro_batches_are_deterministic_and_group_like_lengths() -> None:
 def test_one_micro_batch_when_all_fit() -> None:
     assert len(micro_batches(batch_of([(2, 2)] * 4), 16)) == 1
     assert len(micro_batches(batch_of([(2, 2)] * 4), 15)) == 2
+
+
+def test_padding_takes_no_room_in_packed_micro_batches() -> None:
+    batch = batch_of([(2, 8), (1, 1), (1, 1), (1, 1), (2, 2)])
+    assert len(micro_batches(batch, 20, packed=True)) == 1
+    assert len(micro_batches(batch, 20)) == 2
 
 
 def test_a_sample_beyond_the_budget_is_refused() -> None:

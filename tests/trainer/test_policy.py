@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -28,6 +26,7 @@ from transformers import (
 )
 
 from shared.protocol import Sample
+from tests.trainer.models import GPT2_SIZES, SIZES, VOCAB, build, gradients, plain_logprobs
 from trainer.batch import Batch, collate, micro_batches
 from trainer.grpo import LossSums, Objective, group_advantages, policy_loss, token_weights
 from trainer.policy import (
@@ -39,45 +38,7 @@ from trainer.policy import (
     token_logprobs_and_entropy,
 )
 
-VOCAB = 53
 EOS = 2
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 256,
-    # Wide weights, so that distributions are far from uniform and mistakes show.
-    "initializer_range": 0.5,
-}
-GPT2_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "initializer_range": 0.5,
-}
-
-
-def build(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: Any
-    match kind:
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
-        case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SIZES))
-        case "gpt2":
-            rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            model = GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, **rates))
-        case "gemma2":
-            model = Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=2.0))
-    built: PreTrainedModel = model.to(dtype)
-    return built
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -114,21 +75,8 @@ def make_samples() -> list[Sample]:
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 0.0, 0.0, 1.0])
 
 
-def plain_logprobs(model: PreTrainedModel, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Of one unpadded sequence: ``[T - 1]``, for its tokens 1 to T - 1."""
-    logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
-    return torch.stack([logits.log_softmax(-1)[t, ids[t + 1]] for t in range(len(ids) - 1)])
-
-
 def score(model: PreTrainedModel, batch: Batch, **options: Any) -> Tensor:
     return token_logprobs(model, batch.input_ids, batch.attention_mask, **options)
-
-
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """And forget them, for the next measurement."""
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
 
 
 # Log-probabilities

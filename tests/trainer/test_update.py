@@ -147,6 +147,35 @@ def test_micro_batches_change_nothing(setup: Setup, rollout: Rollout, make_rollo
             assert torch.allclose(left, right, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": "off"}, {"activation_checkpointing": True}, {"head_dtype": "float32"}],
+    ids=["padded", "activation checkpointing", "float32 head"],
+)
+def test_ways_to_compute_one_update_agree(
+    setup: Setup,
+    rollout: Rollout,
+    make_rollout: Any,
+    untrained_model: Path,
+    options: dict[str, Any],
+) -> None:
+    results = []
+    for changes in ({}, options):
+        model = {"path": str(untrained_model), "device": "cpu", **changes}
+        learner, config = setup(model=model, optimizer={"lr": 1e-3, "eps": 1e-3})
+        own = with_own_logprobs(rollout, learner, make_rollout)
+        results.append((learn(learner, chosen(own, learner), config), parameters(learner)))
+    assert results[0][0].gradient_norm == pytest.approx(results[1][0].gradient_norm, rel=1e-4)
+    for left, right in zip(results[0][1], results[1][1], strict=True):
+        assert torch.allclose(left, right, atol=2e-6)
+
+
+def test_sequences_are_packed_unless_told_otherwise(setup: Setup, untrained_model: Path) -> None:
+    assert setup()[0].unpacked == ""
+    model = {"path": str(untrained_model), "device": "cpu", "packing": "off"}
+    assert setup(model=model)[0].unpacked == "model.packing is off"
+
+
 def test_a_learning_rate_of_zero_leaves_the_model(setup: Setup, rollout: Rollout) -> None:
     learner, config = setup(optimizer={"lr": 0.0})
     before = parameters(learner)

@@ -1,0 +1,121 @@
+"""The chunked head against plain autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.trainer.models import build
+from trainer.head import Head, head_of, logprobs_and_entropy
+
+TOKENS, HIDDEN, VOCAB = 11, 6, 23
+
+
+def inputs(dtype: torch.dtype, *, bias: bool, cap: float | None) -> tuple[Head, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    weight = draw(VOCAB, HIDDEN).requires_grad_()
+    head = Head(weight, draw(VOCAB).requires_grad_() if bias else None, cap, dtype)
+    tokens = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    return head, draw(TOKENS, HIDDEN).requires_grad_(), tokens
+
+
+def plain(head: Head, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = (head.logits(hidden) / temperature).log_softmax(-1)
+    chosen = logits[torch.arange(len(tokens)), tokens]
+    return chosen, -(logits.exp() * logits).sum(-1).detach()
+
+
+def leaves(head: Head, hidden: Tensor) -> list[Tensor]:
+    return [x for x in (hidden, head.weight, head.bias) if x is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, TOKENS, None])
+def test_values_and_gradients_are_those_of_plain_autograd(
+    dtype: torch.dtype, cap: float | None, bias: bool, temperature: float, chunk: int | None
+) -> None:
+    head, hidden, tokens = inputs(dtype, bias=bias, cap=cap)
+    gradient = torch.linspace(-2, 1, TOKENS, dtype=dtype)
+    expected, expected_entropy = plain(head, hidden, tokens, temperature)
+    wanted = torch.autograd.grad(expected, leaves(head, hidden), gradient)
+    found, entropy = logprobs_and_entropy(
+        head, hidden, tokens, temperature=temperature, entropy=True, chunk_tokens=chunk
+    )
+    got = torch.autograd.grad(found, leaves(head, hidden), gradient)
+    tolerance: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(entropy, expected_entropy, **tolerance)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, **(tolerance or {"rtol": 1e-5, "atol": 1e-5}))
+
+
+@given(scale=st.floats(0, 300), chunk=st.integers(1, TOKENS))
+def test_logits_of_any_size_give_finite_numbers(scale: float, chunk: int) -> None:
+    head, hidden, tokens = inputs(torch.float32, bias=False, cap=None)
+    found, entropy = logprobs_and_entropy(
+        head, hidden * scale, tokens, entropy=True, chunk_tokens=chunk
+    )
+    found.sum().backward()
+    assert head.weight.grad is not None
+    assert entropy is not None
+    for numbers in (found, entropy, head.weight.grad):
+        assert numbers.isfinite().all()
+    assert (found <= 1e-4).all()
+    assert (entropy >= -1e-4).all()
+
+
+def test_only_what_is_asked_for_gets_a_gradient() -> None:
+    head, hidden, tokens = inputs(torch.float64, bias=True, cap=None)
+    frozen = Head(head.weight.detach(), head.bias, None, torch.float64)
+    logprobs_and_entropy(frozen, hidden, tokens)[0].sum().backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is None
+    with torch.no_grad():
+        assert not logprobs_and_entropy(head, hidden, tokens)[0].requires_grad
+
+
+def test_no_token_at_all() -> None:
+    head, hidden, tokens = inputs(torch.float64, bias=True, cap=None)
+    found, _ = logprobs_and_entropy(head, hidden[:0], tokens[:0])
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert head.weight.grad is not None
+    assert (head.weight.grad == 0).all()
+
+
+def test_a_float32_head_over_bfloat16_weights_is_nearer_to_the_truth() -> None:
+    """And its gradient is summed in float32 before it is rounded."""
+    exact_head, exact_hidden, tokens = inputs(torch.float64, bias=False, cap=None)
+    weight = exact_head.weight.detach().bfloat16().requires_grad_()
+    hidden = exact_hidden.detach().bfloat16()
+    truth = Head(weight.detach().double().requires_grad_(), None, None, torch.float64)
+    expected, _ = plain(truth, hidden.double(), tokens, 1.0)
+    (wanted,) = torch.autograd.grad(expected.sum(), truth.weight)
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        found, _ = logprobs_and_entropy(Head(weight, None, None, dtype), hidden, tokens)
+        assert found.dtype == torch.float32
+        (got,) = torch.autograd.grad(found.sum(), weight)
+        assert got.dtype == torch.bfloat16
+        errors[dtype] = (found - expected).abs().max().item(), (got - wanted).abs().max().item()
+    assert errors[torch.float32][0] < 1e-5 < errors[torch.bfloat16][0]
+    assert errors[torch.float32][1] <= errors[torch.bfloat16][1]
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:
+    model: Any = build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="is a Sequential, not a plain Linear"):
+        head_of(model)

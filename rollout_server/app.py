@@ -18,9 +18,11 @@ from rollout_server.engine import Engine, VLLMEngine
 from rollout_server.http import ClientGone, error_answer
 from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
-from rollout_server.routes import policies, reload, rollout, status
+from rollout_server.recent import RecentGroups
+from rollout_server.routes import openai, policies, reload, rollout, status, viewer
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
+from rollout_server.vllm_serving import OpenAIServing
 from shared.errors import EngineFailure, InvalidRequest, NotFound, TitoError
 
 log = logging.getLogger("tito.server")
@@ -50,7 +52,10 @@ def create_app(
         settings.spool_dir, require=settings.require_lease, max_ttl_s=settings.lease_max_ttl
     )
     metrics = Metrics()
-    startup = Startup(settings, build_engine, metrics)
+    recent = (
+        RecentGroups(settings.viewer_groups, settings.viewer_mib << 20) if settings.viewer else None
+    )
+    startup = Startup(settings, build_engine, metrics, recent)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -69,6 +74,12 @@ def create_app(
     app.add_middleware(_RequestMetrics, metrics=metrics)
     for module in (rollout, reload, policies, status):
         app.include_router(module.router)
+    if settings.openai_routes:
+        app.state.openai = OpenAIServing(settings.model)
+        app.include_router(openai.router)
+    if recent is not None:
+        app.state.recent = recent
+        app.include_router(viewer.router)
     _add_error_handlers(app)
     return app
 

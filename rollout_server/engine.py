@@ -156,6 +156,11 @@ class VLLMEngine:
         self._ids = itertools.count()
 
     @property
+    def llm(self) -> AsyncLLM:
+        """For handlers that are vLLM's own."""
+        return self._llm
+
+    @property
     def vocab_size(self) -> int:
         return int(self._llm.model_config.get_vocab_size())
 

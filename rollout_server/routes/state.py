@@ -9,6 +9,7 @@ from fastapi import Request
 from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
 from rollout_server.service import Startup
+from rollout_server.vllm_serving import OpenAIServing
 
 
 def startup_of(request: Request) -> Startup:
@@ -24,3 +25,8 @@ def metrics_of(request: Request) -> Metrics:
 def leases_of(request: Request) -> Leases:
     """Who may publish which policy; there also while the engine is not."""
     return cast(Leases, request.app.state.leases)
+
+
+def openai_of(request: Request) -> OpenAIServing:
+    """vLLM's OpenAI-compatible handlers."""
+    return cast(OpenAIServing, request.app.state.openai)

@@ -22,7 +22,8 @@ CALLERS = [
     ("guest", GUEST, []),
 ]
 
-OPEN = {"/healthz", "/readyz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+PROBES = {"/health", "/healthz", "/readyz"}
+OPEN = PROBES | {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 """Routes for probes, and the description of the API. Everything else asks for a token."""
 
 

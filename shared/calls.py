@@ -5,17 +5,17 @@ Both clients send these; a client for another transport could too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
 import orjson
 
 from shared.codec import encode, rollout_from_wire
 from shared.delta_sender import DeltaBase
-from shared.errors import MalformedBody, ProtocolMismatch
+from shared.errors import InvalidRequest, MalformedBody, Problem, ProtocolMismatch
 from shared.protocol import (
     ADAPTER_CONFIG_KEY,
     DEFAULT_POLICY,
@@ -23,6 +23,8 @@ from shared.protocol import (
     DIGEST_HEADER,
     DIGEST_TRAILER,
     FENCE_HEADER,
+    FRAMES,
+    IDEMPOTENCY_HEADER,
     MSGPACK,
     PROTOCOL_VERSION,
     SAFETENSORS,
@@ -33,7 +35,7 @@ from shared.protocol import (
 )
 from shared.weights import LazyTensor, stream_checkpoint, stream_length
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 Pieces = Iterator[bytes | memoryview]
 
 T = TypeVar("T")
@@ -85,11 +87,54 @@ class Target:
         return {"content-type": content_type, **fence}
 
 
-def rollout(prompts: Sequence[PromptLike], settings: Mapping[str, Any]) -> Call[Rollout]:
-    """``POST /rollout`` with packed arrays."""
-    body = encode(_plain({"prompts": prompts, "packed": True, **settings}), MSGPACK)
-    headers = {"content-type": MSGPACK}
-    return Call("POST", "/rollout", rollout_from_wire, headers, body=lambda: body)
+def rollout_document(prompts: Sequence[PromptLike], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A request for packed arrays, as plain data."""
+    document: dict[str, Any] = _plain({"prompts": prompts, "packed": True, **settings})
+    return document
+
+
+def rollout(
+    prompts: Sequence[PromptLike], settings: Mapping[str, Any], key: str | None = None
+) -> Call[Rollout]:
+    """``POST /rollout``.
+
+    Args:
+        key: under which it may be asked for again, even if it was begun.
+    """
+    if settings.get("stream"):
+        problem = Problem("stream", "true", "rollout_stream of the client")
+        raise InvalidRequest("a stream is asked for in another way", problems=[problem])
+    body = encode(rollout_document(prompts, settings), MSGPACK)
+    return Call("POST", "/rollout", rollout_from_wire, _headers(key), body=lambda: body)
+
+
+class StreamRequest(TypedDict):
+    """One request for a stream, as httpx takes it."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
+    content: bytes
+
+
+def rollout_stream(
+    request: Mapping[str, Any], have: Iterable[int], key: str | None
+) -> StreamRequest:
+    """``POST /rollout`` for the groups of a request that one does not have yet, in a stream."""
+    had = sorted(have)
+    body = encode({**request, "stream": True, **({"have": had} if had else {})}, MSGPACK)
+    headers = _headers(key) | {"accept": f"{FRAMES}, {MSGPACK}"}
+    return StreamRequest(method="POST", url="/rollout", headers=headers, content=body)
+
+
+def cancel_rollout(key: str) -> Call[bool]:
+    """``DELETE /rollout``: stop and forget a rollout that has a key."""
+    headers = {IDEMPOTENCY_HEADER: key}
+    return Call("DELETE", "/rollout", lambda answer: bool(answer["cancelled"]), headers)
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"content-type": MSGPACK} | ({} if key is None else {IDEMPOTENCY_HEADER: key})
 
 
 def reload_stream(

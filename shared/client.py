@@ -7,7 +7,8 @@
 
 :class:`AsyncRolloutClient` is the same with ``await``. Both raise the exceptions of
 :mod:`shared.errors`. A request is sent again only when that can do no harm: no connection was made,
-or the server answered that it did not start. An answer lost half-way is never asked for again.
+or the server answered that it did not start. An answer lost half-way is asked for again only with
+``retries``: the rollout then has a key, under which the server goes on with it, or keeps it.
 """
 
 from __future__ import annotations
@@ -23,77 +24,20 @@ import httpx
 
 from shared import calls
 from shared.calls import Call, Pieces, PromptLike, Target
-from shared.codec import decode, media_type
 from shared.delta_sender import DeltaBase
-from shared.errors import (
-    Conflict,
-    EngineUnavailable,
-    MalformedBody,
-    Overloaded,
-    ServerUnreachable,
-    TitoError,
-    from_wire,
-)
+from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
+from shared.exchange import Exchange, Patience
+from shared.incoming import Incoming, new_key
 from shared.lease import AsyncLease, Lease
-from shared.protocol import DEFAULT_POLICY, MSGPACK, ReloadResult, Rollout, Sample, ServerInfo
-from shared.resume import Continuation, continuations, joined
+from shared.protocol import DEFAULT_POLICY, ReloadResult, Rollout, Sample, ServerInfo
+from shared.resume import Continuation, Resumption, joined
+from shared.streams import AsyncRolloutStream, RolloutStream
 from shared.weights import LazyTensor
 
-_DELAYS_S = (0.25, 0.5, 1.0)
-_MAX_DELAY_S = 60.0
 _POLL_S = 0.25
 _RESUMED_AT_ONCE = 64
 
 T = TypeVar("T")
-
-
-class _Exchange:
-    """What both clients share: how requests are addressed and answers are read."""
-
-    def __init__(self, url: str, token: str | None, timeout: float | None) -> None:
-        self.url = url.rstrip("/")
-        headers = {"accept": MSGPACK}
-        if token is not None:
-            headers["authorization"] = f"Bearer {token}"
-        self.options: dict[str, Any] = {
-            "base_url": self.url,
-            "headers": headers,
-            "timeout": httpx.Timeout(timeout, connect=10.0),
-        }
-
-    def read(self, response: httpx.Response) -> Any:
-        """The decoded body, or the exception that it describes."""
-        content_type = media_type(response.headers.get("content-type", ""))
-        try:
-            document = decode(response.content, content_type)
-        except TitoError as error:
-            if response.is_success:
-                raise MalformedBody(f"{self.url}: {error}") from None
-            document = response.text
-        if response.is_success:
-            return document
-        raise from_wire(document, status=response.status_code)
-
-    def unreachable(self, error: httpx.RequestError) -> ServerUnreachable:
-        reason = str(error) or type(error).__name__
-        return ServerUnreachable(f"no answer from {self.url}: {reason}")
-
-
-def _delays(call: Call[Any]) -> tuple[float | None, ...]:
-    """Seconds to wait after each attempt that fails; None ends it."""
-    return (*_DELAYS_S, None) if call.repeatable else (None,)
-
-
-def _did_nothing(error: TitoError) -> bool:
-    """Whether it is certain that the server did nothing with the request."""
-    if isinstance(error, EngineUnavailable | Overloaded):
-        return error.retry_after is not None
-    return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
-
-
-def _pause(error: TitoError, delay: float) -> float:
-    """Seconds to wait: what the server asks for, within reason, or else our own delay."""
-    return delay if error.retry_after is None else min(max(error.retry_after, 0.0), _MAX_DELAY_S)
 
 
 def _is_other_base(error: Conflict) -> bool:
@@ -119,17 +63,24 @@ class RolloutClient:
         timeout: float | None = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._exchange = _Exchange(url, token, timeout)
+        self._exchange = Exchange(url, token, timeout)
         self._http = httpx.Client(**self._exchange.options, transport=transport)
 
     def rollout(
-        self, prompts: Sequence[PromptLike], *, resume_aborted: bool = False, **settings: Any
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        resume_aborted: bool = False,
+        retries: int = 0,
+        **settings: Any,
     ) -> Rollout:
         """Sample ``group_size`` completions of each prompt.
 
         Args:
-            prompts: each a string, a list of token ids, or a list of chat messages.
+            prompts: each a string, a list of token ids, a list of chat messages, or a map with
+                ``token_ids`` and ``completion_from``: ids, the last of which are a completion.
             resume_aborted: go on with samples that a publish has aborted, until all are whole.
+            retries: how often to ask again when the connection is lost; nothing is sampled twice.
             settings: fields of :class:`shared.protocol.RolloutRequest`, e.g. ``group_size``,
                 ``max_tokens``, ``temperature``, ``stop``, ``purpose``.
 
@@ -137,18 +88,37 @@ class RolloutClient:
             InvalidRequest: a field is wrong; nothing was run.
             EngineUnavailable: the server cannot generate, and went on saying so.
         """
-        rollout = self._call(calls.rollout(prompts, settings))
-        while resume_aborted and (left := continuations(rollout, settings)):
+        resumption = Resumption(prompts, settings) if resume_aborted else None
+        rollout = self._call(calls.rollout(prompts, settings, new_key(retries)), retries)
+        while resumption is not None and (left := resumption.of(rollout)):
             with ThreadPoolExecutor(_RESUMED_AT_ONCE) as pool:
-                finished = pool.map(self._continue, left)
+                finished = pool.map(lambda c: self._continue(c, retries), left)
                 rollout = joined(
                     rollout, {id(c.sample): s for c, s in zip(left, finished, strict=True)}
                 )
         return rollout
 
-    def _continue(self, continuation: Continuation) -> Sample:
-        call = calls.rollout([continuation.prompt], continuation.settings)
-        return self._call(call).samples[0]
+    def _continue(self, continuation: Continuation, retries: int) -> Sample:
+        call = calls.rollout([continuation.prompt], continuation.settings, new_key(retries))
+        return self._call(call, retries).samples[0]
+
+    def rollout_stream(
+        self, prompts: Sequence[PromptLike], *, retries: int = 0, **settings: Any
+    ) -> RolloutStream:
+        """The same, group by group: each as soon as its last sample has ended.
+
+        Args:
+            prompts: see :meth:`rollout`.
+            retries: how often in a row to connect again when the connection is lost. The server
+                then sends what is lacking; each group comes once.
+            settings: see :meth:`rollout`.
+
+        Returns:
+            An iterator; its ``end`` has the totals. Close it to cancel what is left. Iteration
+            raises the errors of :meth:`rollout`, and ServerUnreachable if the stream breaks off.
+        """
+        incoming = Incoming(prompts, settings, new_key(retries))
+        return RolloutStream(self._http, self._exchange, incoming, retries)
 
     def reload(
         self,
@@ -252,17 +222,18 @@ class RolloutClient:
                     raise
                 time.sleep(_POLL_S)
 
-    def _call(self, call: Call[T]) -> T:
-        for delay in _delays(call):
+    def _call(self, call: Call[T], retries: int = 0) -> T:
+        patience = Patience(call.repeatable, retries)
+        while True:
             try:
-                request = {"headers": call.headers, "params": call.params}
-                content = None if call.body is None else call.body()
-                return call.read(self._send(call.method, call.path, content=content, **request))
+                return self._send_once(call)
             except TitoError as error:
-                if delay is None or not _did_nothing(error):
-                    raise
-                time.sleep(_pause(error, delay))
-        raise AssertionError("the last attempt returns or raises")
+                time.sleep(patience.pause(error))
+
+    def _send_once(self, call: Call[T]) -> T:
+        request = {"headers": call.headers, "params": call.params}
+        content = None if call.body is None else call.body()
+        return call.read(self._send(call.method, call.path, content=content, **request))
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
         try:
@@ -292,26 +263,39 @@ class AsyncRolloutClient:
         timeout: float | None = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._exchange = _Exchange(url, token, timeout)
+        self._exchange = Exchange(url, token, timeout)
         # Thousands of prompts may be in flight, each waiting on a connection of its own.
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(**self._exchange.options, transport=transport, limits=limits)
 
     async def rollout(
-        self, prompts: Sequence[PromptLike], *, resume_aborted: bool = False, **settings: Any
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        resume_aborted: bool = False,
+        retries: int = 0,
+        **settings: Any,
     ) -> Rollout:
         """See :meth:`RolloutClient.rollout`."""
-        rollout = await self._call(calls.rollout(prompts, settings))
-        while resume_aborted and (left := continuations(rollout, settings)):
-            finished = await asyncio.gather(*map(self._continue, left))
+        resumption = Resumption(prompts, settings) if resume_aborted else None
+        rollout = await self._call(calls.rollout(prompts, settings, new_key(retries)), retries)
+        while resumption is not None and (left := resumption.of(rollout)):
+            finished = await asyncio.gather(*(self._continue(c, retries) for c in left))
             rollout = joined(
                 rollout, {id(c.sample): s for c, s in zip(left, finished, strict=True)}
             )
         return rollout
 
-    async def _continue(self, continuation: Continuation) -> Sample:
-        call = calls.rollout([continuation.prompt], continuation.settings)
-        return (await self._call(call)).samples[0]
+    async def _continue(self, continuation: Continuation, retries: int) -> Sample:
+        call = calls.rollout([continuation.prompt], continuation.settings, new_key(retries))
+        return (await self._call(call, retries)).samples[0]
+
+    def rollout_stream(
+        self, prompts: Sequence[PromptLike], *, retries: int = 0, **settings: Any
+    ) -> AsyncRolloutStream:
+        """See :meth:`RolloutClient.rollout_stream`; an asynchronous iterator."""
+        incoming = Incoming(prompts, settings, new_key(retries))
+        return AsyncRolloutStream(self._http, self._exchange, incoming, retries)
 
     async def reload(
         self,
@@ -388,19 +372,19 @@ class AsyncRolloutClient:
                     raise
                 await asyncio.sleep(_POLL_S)
 
-    async def _call(self, call: Call[T]) -> T:
-        for delay in _delays(call):
+    async def _call(self, call: Call[T], retries: int = 0) -> T:
+        patience = Patience(call.repeatable, retries)
+        while True:
             try:
-                request = {"headers": call.headers, "params": call.params}
-                body = None if call.body is None else call.body()
-                content = body if body is None or isinstance(body, bytes) else _in_threads(body)
-                answer = await self._send(call.method, call.path, content=content, **request)
-                return call.read(answer)
+                return await self._send_once(call)
             except TitoError as error:
-                if delay is None or not _did_nothing(error):
-                    raise
-                await asyncio.sleep(_pause(error, delay))
-        raise AssertionError("the last attempt returns or raises")
+                await asyncio.sleep(patience.pause(error))
+
+    async def _send_once(self, call: Call[T]) -> T:
+        request = {"headers": call.headers, "params": call.params}
+        body = None if call.body is None else call.body()
+        content = body if body is None or isinstance(body, bytes) else _in_threads(body)
+        return call.read(await self._send(call.method, call.path, content=content, **request))
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 from shared import client as module
+from shared import exchange
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import (
     BodyTooLarge,
@@ -110,7 +111,7 @@ def flavour(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DELAYS_S", (0.001,) * 3)
+    monkeypatch.setattr(exchange, "DELAYS_S", (0.001,) * 3)
     monkeypatch.setattr(module, "_POLL_S", 0.001)
 
 

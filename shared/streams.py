@@ -1,0 +1,176 @@
+"""Streamed rollouts as the client sees them: groups as they finish, on one connection or more.
+
+    with client.rollout_stream(prompts, group_size=8, retries=5) as stream:
+        for group in stream:
+            train_on(group)
+    print(stream.end.totals)
+
+Leaving the stream before its end closes the connection, which cancels the rest of the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from typing import Self
+
+import httpx
+
+from shared import calls
+from shared.errors import TitoError
+from shared.exchange import Exchange, Patience
+from shared.incoming import Incoming
+from shared.protocol import Group, StreamEnd, Totals
+
+_CANCEL_S = 5.0
+
+
+class _Stream:
+    """What both twins show."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming = incoming
+
+    @property
+    def totals(self) -> Totals:
+        """Of the groups so far."""
+        return self._incoming.totals
+
+    @property
+    def end(self) -> StreamEnd | None:
+        """What the server said in the end; None until the last group has come.
+
+        It has model, tokenizer, policy, sampling settings, totals of all groups, and the
+        ``missing`` ones, if a deadline cut the rollout short.
+        """
+        return self._incoming.end
+
+
+class RolloutStream(_Stream):
+    """An iterator of groups, each whole, in the order in which they finish."""
+
+    def __init__(
+        self, http: httpx.Client, exchange: Exchange, incoming: Incoming, retries: int
+    ) -> None:
+        super().__init__(incoming)
+        self._groups = _groups(http, exchange, incoming, Patience(True, retries))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Group:
+        return next(self._groups)
+
+    def close(self) -> None:
+        """Close the connection; unfinished work is cancelled."""
+        self._groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Functions, not methods: a stream that is dropped half-read must not wait for the cycle collector.
+def _groups(
+    http: httpx.Client, exchange: Exchange, incoming: Incoming, patience: Patience
+) -> Generator[Group]:
+    try:
+        while incoming.end is None:
+            try:
+                with _connected(http, exchange, incoming) as chunks:
+                    for chunk in chunks:
+                        for group in incoming.feed(chunk):
+                            patience.renew()
+                            yield group
+                incoming.check_ended()
+            except TitoError as error:
+                if incoming.end is None:
+                    time.sleep(patience.pause(error))
+    except (GeneratorExit, KeyboardInterrupt):
+        if incoming.key is not None:  # its work would go on for a while
+            call = calls.cancel_rollout(incoming.key)
+            with contextlib.suppress(httpx.RequestError):
+                http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
+        raise
+
+
+@contextlib.contextmanager
+def _connected(
+    http: httpx.Client, exchange: Exchange, incoming: Incoming
+) -> Iterator[Iterator[bytes]]:
+    """The chunks of a stream; its connection is closed if they are not all read."""
+    try:
+        with http.stream(**incoming.request()) as response:
+            if not exchange.is_stream(response):
+                response.read()
+                exchange.refuse(response)
+            yield response.iter_bytes()
+    except httpx.RequestError as error:
+        raise exchange.unreachable(error) from error
+
+
+class AsyncRolloutStream(_Stream):
+    """Asynchronous twin of :class:`RolloutStream`; leave it with ``async with`` or ``aclose``."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, retries: int
+    ) -> None:
+        super().__init__(incoming)
+        self._groups = _async_groups(http, exchange, incoming, Patience(True, retries))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Group:
+        return await anext(self._groups)
+
+    async def aclose(self) -> None:
+        """Close the connection; unfinished work is cancelled."""
+        await self._groups.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def _async_groups(
+    http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, patience: Patience
+) -> AsyncGenerator[Group, None]:
+    try:
+        while incoming.end is None:
+            try:
+                async with _async_connected(http, exchange, incoming) as chunks:
+                    async for chunk in chunks:
+                        for group in incoming.feed(chunk):
+                            patience.renew()
+                            yield group
+                incoming.check_ended()
+            except TitoError as error:
+                if incoming.end is None:
+                    await asyncio.sleep(patience.pause(error))
+    except (GeneratorExit, asyncio.CancelledError):
+        if incoming.key is not None:  # its work would go on for a while
+            call = calls.cancel_rollout(incoming.key)
+            with contextlib.suppress(httpx.RequestError):
+                await http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _async_connected(
+    http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming
+) -> AsyncIterator[AsyncIterator[bytes]]:
+    try:
+        async with http.stream(**incoming.request()) as response:
+            if not exchange.is_stream(response):
+                await response.aread()
+                exchange.refuse(response)
+            yield response.aiter_bytes()
+    except httpx.RequestError as error:
+        raise exchange.unreachable(error) from error

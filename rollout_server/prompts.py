@@ -111,3 +111,8 @@ class PromptEncoder:
         """Text of each completion without special tokens: for scoring and for eyes."""
         texts: list[str] = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
         return texts
+
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Text of ids with special tokens, to look at."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from rollout_server.quotas import Bounds
 
 
 def _default_staging_dir() -> Path:
@@ -108,6 +111,18 @@ class ServerSettings(BaseSettings):
         600.0, "Streams", "Keep the groups of a finished keyed rollout so long.", ge=0.0
     )
     kept_mib: int = _setting(256, "Streams", "Keep no more of them than this.", ge=0)
+    rl_routes: bool = _setting(
+        True, "vLLM's routes", "Serve vLLM's own routes for trainers: /pause, /update_weights, ..."
+    )
+    weight_transfer: str | None = _setting(
+        None, "vLLM's routes", "vLLM backend by which /update_weights receives; nccl on GPUs."
+    )
+    rl_silence: float = _setting(
+        300.0, "vLLM's routes", "Seconds of silence that end a pause or an update.", gt=0.0
+    )
+    max_logprobs: int = _setting(
+        128, "vLLM's routes", "Log-probabilities that a caller may ask for at each token.", ge=1
+    )
 
     max_body_mib: int = _setting(64, "Limits", "Largest /rollout request body.", ge=1)
     max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
@@ -120,7 +135,10 @@ class ServerSettings(BaseSettings):
         1 << 28, "Limits", "Tokens that these may take, each sample with its prompt.", ge=1
     )
     max_running_samples: int | None = _setting(
-        None, "Limits", "Samples handed to the engine at once; RUNNING_DEFAULT.", ge=1
+        None,
+        "Limits",
+        "Samples handed to the engine at once; twice what it runs if not given.",
+        ge=1,
     )
 
     staging_dir: Path = _setting(
@@ -134,10 +152,29 @@ class ServerSettings(BaseSettings):
         [], "Weights", "Directories from which /reload may read a path (repeatable)."
     )
 
+    viewer: bool = _setting(
+        True, "Viewer", "Serve the page where people look at samples, at /, and keep some for it."
+    )
+    viewer_groups: int = _setting(2048, "Viewer", "Groups kept to look at, at most.", ge=1)
+    viewer_mib: int = _setting(64, "Viewer", "Memory that these may take.", ge=1)
+
+    @field_validator("weight_transfer")
+    @classmethod
+    def _is_safe(cls, backend: str | None) -> str | None:
+        if backend == "ipc":
+            raise PydanticCustomError("ipc", "another backend: ipc sends pickles over HTTP")
+        return backend
+
     @field_validator("reload_dirs")
     @classmethod
     def _resolve(cls, paths: list[Path]) -> list[Path]:
         return [path.resolve() for path in paths]
+
+    @property
+    def bounds(self) -> Bounds:
+        """On what all callers together may queue and run."""
+        running = self.max_running_samples or 2 * self.max_num_seqs
+        return Bounds(self.max_queued_samples, self.max_queued_tokens, running)
 
     @property
     def max_body_bytes(self) -> int:

@@ -33,7 +33,7 @@ PolicyWriter = Annotated[Caller, Depends(caller_with(PUBLISH_POLICY_OF_PATH))]
 async def policies(request: Request, _: AnyCaller) -> Response:
     """Without their histories."""
     service, leases = startup_of(request).service, leases_of(request)
-    described = [_described(policy, leases) for policy in service.policies]
+    described = [described(policy, leases) for policy in service.policies]
     brief = [{k: v for k, v in policy.items() if k != "history"} for policy in described]
     return answer(request, {"policies": brief})
 
@@ -42,7 +42,7 @@ async def policies(request: Request, _: AnyCaller) -> Response:
 async def policy(request: Request, name: str, _: AnyCaller) -> Response:
     """The newest publish first: its state, version, digest, time, publisher, and why it failed."""
     found = startup_of(request).service.policies[name]
-    return answer(request, _described(found, leases_of(request)))
+    return answer(request, described(found, leases_of(request)))
 
 
 @router.post("/{name}/lease", summary="Become the one writer of a policy")
@@ -107,7 +107,8 @@ def _check_name(name: str) -> None:
         raise InvalidRequest("no name of a policy", problems=[Problem("name", name, POLICY_NAME)])
 
 
-def _described(policy: Policy, leases: Leases) -> dict[str, Any]:
+def described(policy: Policy, leases: Leases) -> dict[str, Any]:
+    """A policy with its history and its lease, as plain data."""
     lease = leases.current(policy.name)
     held = None if lease is None else _shown(lease, leases)
     return {**policy.describe(), "lease": held}

@@ -1,0 +1,1 @@
+"""The page where people look at samples: what it shows, and (in ``page/``) the page itself."""

@@ -147,7 +147,7 @@ def group_from_wire(document: dict[str, Any]) -> Group:
     """Typed form of one group."""
     group_id, prompt_ids = document["group_id"], unpack_ids(document["prompt_ids"])
     samples = tuple(_sample_from_wire(s, group_id, prompt_ids) for s in document["samples"])
-    return Group(group_id, prompt_ids, samples)
+    return Group(group_id, prompt_ids, samples, document.get("id", ""))
 
 
 def _sample_from_wire(document: dict[str, Any], group_id: int, prompt_ids: IdArray) -> Sample:
@@ -175,6 +175,7 @@ def group_to_wire(group: Group, *, packed: bool) -> dict[str, Any]:
     """Plain data for one group; the inverse of :func:`group_from_wire`."""
     return {
         "group_id": group.group_id,
+        "id": group.id,
         "prompt_ids": pack_ids(group.prompt_ids, packed),
         "samples": [_sample_to_wire(sample, packed) for sample in group.samples],
     }

@@ -340,11 +340,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All samples of one prompt, in the order in which the engine numbered them."""
+    """All samples of one prompt, in the order in which the engine numbered them.
+
+    Attributes:
+        group_id: which prompt of its rollout.
+        id: name that the server gave it, and no other group ever; empty if none did.
+    """
 
     group_id: int
     prompt_ids: IdArray
     samples: tuple[Sample, ...]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

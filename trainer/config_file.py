@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -88,8 +88,10 @@ def _problem(details: ErrorDetails) -> Problem:
 def _known_keys(location: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = Config
     for name in location[:-1]:
-        annotation = section.model_fields[str(name)].annotation
-        section = cast(type[BaseModel], annotation)
+        if isinstance(name, int):  # a place in a list of tables
+            continue
+        annotation = section.model_fields[name].annotation
+        section = cast(type[BaseModel], (get_args(annotation) or (annotation,))[0])
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f"{close[0]}?" if close else ", ".join(names)

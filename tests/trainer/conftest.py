@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from shared.protocol import Group, Rollout, Sample, Span
-from trainer.config import Config
+from trainer.config import Config, RewardConfig
 from trainer.config_file import parse_config
+from trainer.prompts import Task
+from trainer.rewards import Outcome, open_reward
 from trainer.tiny_policy import build_model, build_tokenizer
 
 
@@ -80,3 +82,15 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_model(tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def score_texts() -> Callable[..., list[Outcome]]:
+    """Score completions of one task with workers; keyword arguments are the reward's section."""
+
+    def score(texts: Sequence[str], reference: str | None = None, **reward: Any) -> list[Outcome]:
+        with open_reward(RewardConfig(**reward)) as opened:
+            task = Task("q", reference)
+            return opened.score([(task, _sample(text=text)) for text in texts])
+
+    return score

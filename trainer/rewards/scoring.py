@@ -1,0 +1,75 @@
+"""The rewards of a run: what the configuration names, over a pool of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from shared.protocol import Rollout, Sample
+from trainer.rewards.load import Part
+from trainer.rewards.outcome import Failed, Outcome
+from trainer.rewards.pool import WorkerPool
+from trainer.rewards.worker import Item, Setup
+
+if TYPE_CHECKING:  # both import torch, which a worker has no use for
+    from trainer.config import RewardConfig
+    from trainer.prompts import Task
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Scores samples; made by :func:`open_reward`, and a context manager that ends the workers.
+
+    Attributes:
+        parts: the reward functions, in the order of ``Score.parts``.
+    """
+
+    parts: tuple[Part, ...]
+    pool: WorkerPool
+
+    def score(self, pairs: Sequence[tuple[Task, Sample]]) -> list[Outcome]:
+        """One outcome for each sample, in order."""
+        items = {
+            place: Item(task.prompt, sample.text, task.reference, sample)
+            for place, (task, sample) in enumerate(pairs)
+            if sample.text is not None
+        }
+        scored = dict(zip(items, self.pool.score([*items.values()]), strict=True))
+        no_text = Failed("the sample has no text")
+        return [scored.get(place, no_text) for place in range(len(pairs))]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.pool.close()
+
+
+def open_reward(config: RewardConfig) -> Reward:
+    """Start a worker with what a configuration names; others follow when they are needed.
+
+    Raises:
+        RewardError: no such built-in, file or function, wrong options, or the file raises.
+    """
+    parts = config.parts()
+    pool = WorkerPool(Setup(parts, config.timeout_s, config.memory_mb), config.workers)
+    pool.start()
+    return Reward(parts, pool)
+
+
+def score_rollout(reward: Reward, tasks: Sequence[Task], rollout: Rollout) -> list[list[Outcome]]:
+    """Outcomes by group and sample, in the rollout's order: ``outcomes[group][sample]``."""
+    pairs = [
+        (task, sample)
+        for task, group in zip(tasks, rollout.groups, strict=True)
+        for sample in group.samples
+    ]
+    outcomes = iter(reward.score(pairs))
+    return [[next(outcomes) for _ in group.samples] for group in rollout.groups]

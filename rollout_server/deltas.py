@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollout_server.checkpoints import Checkpoint, Manifest, canonical_tensors, reject_if
 from shared.delta import Frame, apply_frame, block_ranges
-from shared.delta_reader import OPENING_BYTES, parse_base, parse_delta
+from shared.delta_reader import parse_delta
 from shared.errors import MalformedBody, Problem, WeightsRejected
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
@@ -46,16 +46,6 @@ class _Written:
     spec: TensorSpec
     hash: str
     broken: int
-
-
-def read_base(delta: Path) -> str:
-    """Digest of the checkpoint that a delta changes, without reading the delta further.
-
-    Raises:
-        MalformedBody: the file is no delta.
-    """
-    with delta.open("rb") as file:
-        return parse_base(memoryview(file.read(OPENING_BYTES)))
 
 
 def apply_delta(delta_path: Path, base: Checkpoint, manifest: Manifest, out: Path) -> str:

@@ -7,8 +7,8 @@
 Upload and verification run while generation goes on. Only load, check and stamp happen under
 pause, and they run to their end even if the client has gone. A failure before the load leaves
 everything as it was. A failure in it restores the last good weights before a single token is
-generated; when that fails too, the publisher closes and the service stops answering rather than
-answer wrongly.
+generated, if need be in a new engine; when that fails too, the service closes rather than answer
+wrongly.
 """
 
 from __future__ import annotations
@@ -23,18 +23,28 @@ from pathlib import Path
 from typing import Any
 
 from rollout_server import staging
-from rollout_server.checkpoints import Checkpoint, Manifest, Verified, checkpoint_files, verify
-from rollout_server.deltas import apply_delta, read_base
+from rollout_server.arrivals import CANONICAL_FILE, Arrival, CheckpointArrival, DeltaArrival
+from rollout_server.checkpoints import (
+    Checkpoint,
+    Manifest,
+    Verified,
+    check_tensors,
+    checkpoint_files,
+    verify,
+)
+from rollout_server.deltas import apply_delta
 from rollout_server.engine import Engine, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
 from shared.protocol import PauseMode, ReloadResult
+from shared.weights import encode_header
 
 log = logging.getLogger("tito.publishing")
 
 _RESUME_ATTEMPTS = 2
+_SPARE_HEADER_BYTES = 64 << 10
 
 Ended = Callable[[str, Publish], None]
 """Called with the policy's name and the record of a publish that has come to an end."""
@@ -77,7 +87,7 @@ def attempt(policy: Policy, options: PublishOptions, ended: Ended) -> Iterator[P
     try:
         yield publish
     except BaseException as error:
-        if publish.state is not PublishState.ROLLED_BACK:
+        if publish.state not in (PublishState.ROLLED_BACK, PublishState.LIVE):
             publish.state = PublishState.REJECTED
         publish.reason = str(error) or type(error).__name__
         log.warning("publish by %s %s: %s", publish.publisher, publish.state, publish.reason)
@@ -114,7 +124,6 @@ class Publisher:
         applying: asyncio.Lock,
         ended: Ended = lambda _, __: None,
     ) -> None:
-        self.closed: str | None = None
         self._supervisor = supervisor
         self._policies = policies
         self._policy = policies.default
@@ -124,7 +133,8 @@ class Publisher:
         self._limits = limits
         self._slots = slots
         self._ended = ended
-        self._applying = applying
+        self.applying = applying
+        self._clearing: asyncio.Task[None] | None = None
 
     async def publish_stream(
         self,
@@ -147,11 +157,16 @@ class Publisher:
             EngineFailure: the load failed; the message says what is live now.
         """
 
-        def check(folder: Path) -> Verified:
-            (sent,) = checkpoint_files(folder)
-            return self._verify(folder, staging.cut_trailer(sent) if trailer else announced)
+        def begin(folder: Path) -> Arrival:
+            return CheckpointArrival(
+                folder,
+                self._manifest,
+                announced=announced,
+                trailer=trailer,
+                max_bytes=self._limits.max_bytes,
+            )
 
-        return await self._upload(chunks, "sent.safetensors", check, options)
+        return await self._upload(chunks, begin, options)
 
     async def publish_delta(
         self, chunks: AsyncIterator[bytes], *, options: PublishOptions
@@ -162,16 +177,17 @@ class Publisher:
             Conflict: it was made from another version; ``details`` has the live one.
         """
 
-        def check(folder: Path) -> Verified:
-            delta, out = folder / "sent.delta", folder / "canonical.safetensors"
-            base = read_base(delta)
-            self._require_live(base)
-            with Checkpoint(self._policy.files) as live, staging.storage_errors():
-                digest = apply_delta(delta, live, self._manifest, out)
-            delta.unlink()
-            return Verified((out,), digest, base)
+        def begin(folder: Path) -> Arrival:
+            return DeltaArrival(folder / "sent.delta", self._require_live, self._apply_delta)
 
-        return await self._upload(chunks, "sent.delta", check, options)
+        return await self._upload(chunks, begin, options)
+
+    def _apply_delta(self, delta: Path, base: str) -> Verified:
+        out = delta.with_name(CANONICAL_FILE)
+        with Checkpoint(self._policy.files) as live:
+            digest = apply_delta(delta, live, self._manifest, out)
+        delta.unlink()
+        return Verified((out,), digest, base)
 
     async def publish_path(
         self, path: Path, *, announced: str | None, options: PublishOptions
@@ -185,6 +201,28 @@ class Publisher:
         files = await asyncio.to_thread(staging.find_checkpoint, path, self._limits)
         return await self._from_files(files, announced, options)
 
+    def make_room(self) -> tuple[Path, int]:
+        """A staging folder for :meth:`publish_folder`, and how long a header in it may be."""
+        # Other dtypes than those served, and tied tensors, take some more.
+        header = len(encode_header(self._manifest.required.values()))
+        return self._spool.stage(), 2 * header + _SPARE_HEADER_BYTES
+
+    async def discard(self, folder: Path) -> None:
+        """Remove a staging folder that will not be published, if it is still there."""
+        await asyncio.to_thread(self._spool.discard, folder)
+
+    async def publish_folder(self, folder: Path, *, options: PublishOptions) -> ReloadResult:
+        """Publish a checkpoint that lies in a staging folder of the spool; the folder is used up.
+
+        Raises:
+            WeightsRejected, Conflict: nothing has changed.
+            EngineFailure: the load failed; the message says what is live now.
+        """
+        with attempt(self._policy, options, self._ended) as publish:
+            return await to_its_end(
+                self._publish(publish, folder, lambda: self._verify_copies(folder, None), options)
+            )
+
     async def reset(self, options: PublishOptions) -> ReloadResult:
         """Publish the engine's own checkpoint again, as a new version."""
         if not self._base.files:
@@ -194,19 +232,26 @@ class Publisher:
     async def _upload(
         self,
         chunks: AsyncIterator[bytes],
-        name: str,
-        check: Callable[[Path], Verified],
+        begin: Callable[[Path], Arrival],
         options: PublishOptions,
     ) -> ReloadResult:
         options.check()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             folder = self._spool.stage()
             try:
-                with stage(publish, "upload"):
-                    await staging.receive(chunks, folder / name, self._limits.max_bytes)
+                arrival = begin(folder)
+                with stage(publish, "upload"), contextlib.ExitStack() as on_failure:
+                    on_failure.callback(arrival.close)
+                    await staging.hand_on(chunks, arrival.take, self._limits.max_bytes)
+                    on_failure.pop_all()
             except BaseException:
-                self._spool.discard(folder)
+                await asyncio.to_thread(self._spool.discard, folder)
                 raise
+
+            def check() -> Verified:
+                with contextlib.closing(arrival):
+                    return arrival.verified()
+
             return await to_its_end(self._publish(publish, folder, check, options))
 
     async def _from_files(
@@ -216,16 +261,17 @@ class Publisher:
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             folder = self._spool.stage()
 
-            def check(folder: Path) -> Verified:
+            def check() -> Verified:
                 staging.copy_in(files, folder)
-                return self._verify(folder, announced)
+                return self._verify_copies(folder, announced)
 
             return await to_its_end(self._publish(publish, folder, check, options))
 
-    def _verify(self, folder: Path, announced: str | None) -> Verified:
+    def _verify_copies(self, folder: Path, announced: str | None) -> Verified:
         files = checkpoint_files(folder)
-        with Checkpoint(files) as sent, staging.storage_errors():
-            verified = verify(sent, self._manifest, announced, folder / "canonical.safetensors")
+        with Checkpoint(files) as sent:
+            checks = check_tensors(sent, self._manifest)
+            verified = verify(sent, self._manifest, announced, folder / CANONICAL_FILE, checks)
         for superseded in set(files) - set(verified.files):
             superseded.unlink()
         return verified
@@ -242,26 +288,25 @@ class Publisher:
         self,
         publish: Publish,
         folder: Path,
-        check: Callable[[Path], Verified],
+        check: Callable[[], Verified],
         options: PublishOptions,
     ) -> ReloadResult:
         try:
             publish.state = PublishState.STAGED
-            with stage(publish, "verify"):
-                verified = await asyncio.to_thread(check, folder)
+            with stage(publish, "verify"), staging.storage_errors():
+                verified = await asyncio.to_thread(check)
                 await asyncio.to_thread(self._spool.prepare, folder)
             publish.state, publish.digest = PublishState.VERIFIED, verified.digest
-            async with self._applying:
+            async with self.applying:
                 with options.commit():
                     self._check_applicable(verified)
                     return await self._apply(publish, folder, verified, options)
         finally:
-            self._spool.discard(folder)
+            await asyncio.to_thread(self._spool.discard, folder)
 
     def _check_applicable(self, verified: Verified) -> None:
         """Ask again, now that nobody else can publish, what was true when the upload began."""
-        if self.closed:
-            raise EngineUnavailable(self.closed)
+        self._supervisor.current()
         if verified.base is not None:
             self._require_live(verified.base)
         if adapters := [policy.name for policy in self._policies if policy.adapter]:
@@ -293,21 +338,28 @@ class Publisher:
         await policy.advance(publish, version, verified.digest, files=files)
         with stage(publish, "resume"):
             await self._resume(engine)
-        await asyncio.to_thread(self._spool.retire, policy.name, version)
+        await self._clear(self._spool.retire(policy.name, version))
         return ReloadResult(version, verified.digest, publish.timings)
 
+    async def _clear(self, retired: list[Path]) -> None:
+        """Remove versions that are not kept, after the answer but before another retires."""
+        if self._clearing is not None:
+            await asyncio.wait({self._clearing})
+        self._clearing = asyncio.create_task(asyncio.to_thread(self._spool.clear, retired))
+
     async def _resume(self, engine: Engine) -> None:
+        why = None
         for _ in range(_RESUME_ATTEMPTS):
             try:
-                return await engine.resume()
+                await engine.resume()
             except EngineDied:
-                # The version is committed, so the next engine comes up with it.
-                return await self._supervisor.replaced(engine)
+                break
             except Exception as error:
-                reason = f"the engine does not resume after a publish: {error}; restart the server"
-        self.closed = reason
-        self._supervisor.close_for(reason)
-        raise EngineUnavailable(reason)
+                why = f"it does not resume after a publish: {error}"
+            else:
+                return
+        # The version is committed, so the next engine comes up with it.
+        await self._supervisor.replaced(engine, why)
 
     async def restore(self, engine: Engine) -> None:
         """Put the committed version into an engine that holds another, and label its tokens."""
@@ -319,23 +371,33 @@ class Publisher:
         await engine.resume()
 
     async def _restored(self, engine: Engine, error: Exception) -> TitoError:
-        """Put the last good weights back, or close; the error that the publisher should see."""
+        """Put the last good weights back; the error that the publisher should see.
+
+        First into the engine that there is, then into a new one. If that fails too, the supervisor
+        has closed: nothing is answered any more, rather than answered wrongly.
+        """
         version = self._policy.version
         try:
             if isinstance(error, EngineDied):
                 await self._supervisor.replaced(engine)
-            else:
-                await engine.load(self._policy.files)
-                await engine.stamp(version)
-                await engine.resume()
-        except Exception as second:
-            self.closed = (
-                f"a load failed ({error}) and version {version} could not be restored ({second}); "
-                "restart the server"
+            elif (second := await self._restore_in_place(engine)) is not None:
+                why = f"a load failed, {error}, and then the restore, {second}"
+                await self._supervisor.replaced(engine, why)
+        except EngineUnavailable as closed:
+            return EngineFailure(
+                f"the load failed, and version {version} could not be restored: {closed}"
             )
-            self._supervisor.close_for(self.closed)
-            return EngineFailure(self.closed)
         return EngineFailure(f"the load failed: {error}; version {version} is live again")
+
+    async def _restore_in_place(self, engine: Engine) -> Exception | None:
+        """What went wrong when the live version was put back into an engine that failed a load."""
+        try:
+            await engine.load(self._policy.files)
+            await engine.stamp(self._policy.version)
+            await engine.resume()
+        except Exception as error:
+            return error
+        return None
 
 
 async def _pause(engine: Engine, options: PublishOptions) -> None:

@@ -64,8 +64,6 @@ class Service:
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable, with the reason, unless samples can be generated."""
-        if self.publisher.closed:
-            raise EngineUnavailable(self.publisher.closed)
         self.supervisor.current()
 
     def info(self) -> ServerInfo:

@@ -2,6 +2,7 @@
 
     ROOT/staging/00000007/...                     one folder for each publish under way
     ROOT/policies/default/v00000012/record.json   a committed version, beside its files
+    ROOT/retired/00000008/...                     a version about to be removed
     ROOT/policies/mine/numbered                   how far the versions of a deleted policy went
 
 A commit is one rename, after everything in the folder has reached the disk, so a crash leaves
@@ -68,9 +69,10 @@ class Spool:
         self.root = root
         self._durable = durable
         self._keep = max(keep, 1)
-        self._staging = root / "staging"
-        shutil.rmtree(self._staging, ignore_errors=True)  # what a crash has left
-        self._staging.mkdir()
+        self._staging, self._retired = root / "staging", root / "retired"
+        for area in (self._staging, self._retired):
+            shutil.rmtree(area, ignore_errors=True)  # what a crash has left
+            area.mkdir()
         self._serial = itertools.count()
 
     def stage(self) -> Path:
@@ -102,11 +104,23 @@ class Spool:
             _sync(target.parent)
         return target
 
-    def retire(self, policy: str, live: int) -> None:
-        """Remove the versions of a policy that are older than those to be kept."""
+    def retire(self, policy: str, live: int) -> list[Path]:
+        """Set aside the versions of a policy that are older than those to be kept.
+
+        Returns:
+            where they are now, for :meth:`clear`; after a crash the next start removes them.
+        """
+        retired = []
         for _, folder in self._versions(policy)[: -self._keep]:
             if folder != self._folder(policy, live):
-                shutil.rmtree(folder)
+                retired.append(self._retired / f"{next(self._serial):08d}")
+                folder.rename(retired[-1])
+        return retired
+
+    def clear(self, retired: list[Path]) -> None:
+        """Remove what was set aside, which takes a while for large files."""
+        for folder in retired:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def versions(self, policy: str, base: str) -> list[tuple[Record, Path]]:
         """Committed versions of a policy on a given model, the newest first."""

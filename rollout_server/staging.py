@@ -7,8 +7,10 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rollout_server.checkpoints import checkpoint_files
@@ -23,7 +25,9 @@ from shared.errors import (
 )
 from shared.weights import TRAILER_BYTES
 
-_WRITE_BYTES = 4 << 20
+_FIRST_BATCH_BYTES = 128 << 10  # room for most headers
+_BATCH_BYTES = 4 << 20
+_BATCH_CHUNKS = 512  # a system call writes up to 1024 pieces
 _SHOWN_CHARS = 200
 _BUSY_RETRY_S = 5.0
 
@@ -90,24 +94,62 @@ async def receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> N
         BodyTooLarge: it exceeds ``max_bytes``.
         InsufficientStorage: the disk is full.
     """
-    received, pending = 0, bytearray()
-    with storage_errors(), path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file:
+        await hand_on(chunks, partial(write_all, file.fileno()), max_bytes)
+
+
+async def hand_on(
+    chunks: AsyncIterator[bytes], take: Callable[[list[bytes]], None], max_bytes: int
+) -> None:
+    """Hand an upload on in batches, in a thread; the next batch arrives meanwhile.
+
+    Args:
+        chunks: as they come from the network.
+        take: called with one batch after the other, never while it still runs; not running any
+            more when this returns or raises.
+        max_bytes: what is taken in all.
+
+    Raises:
+        BodyTooLarge: it exceeds ``max_bytes``.
+        InsufficientStorage: the disk is full.
+    """
+    received, size, batch = 0, 0, list[bytes]()
+    enough = _FIRST_BATCH_BYTES
+    taking = asyncio.ensure_future(asyncio.sleep(0))
+    try:
         async for chunk in chunks:
-            received += len(chunk)
+            received, size = received + len(chunk), size + len(chunk)
             if received > max_bytes:
                 raise BodyTooLarge(f"the upload exceeds {max_bytes} bytes")
-            pending += chunk
-            if len(pending) >= _WRITE_BYTES:
-                await asyncio.to_thread(_write_all, file.fileno(), pending)
-                pending = bytearray()
-        await asyncio.to_thread(_write_all, file.fileno(), pending)
+            batch.append(chunk)
+            if size >= enough or len(batch) >= _BATCH_CHUNKS:
+                await taking
+                taking = asyncio.ensure_future(asyncio.to_thread(_take, take, batch))
+                size, batch = 0, []
+                if enough < _BATCH_BYTES:  # it tells whether there is any use in going on
+                    await taking
+                    enough = _BATCH_BYTES
+        await taking
+        await asyncio.to_thread(_take, take, batch)
+    finally:
+        await asyncio.wait({taking})
 
 
-def _write_all(descriptor: int, data: bytearray) -> None:
-    # A write may be short just before the disk is full.
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _take(take: Callable[[list[bytes]], None], batch: list[bytes]) -> None:
+    with storage_errors():
+        take(batch)
+
+
+def write_all(descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write pieces one after the other; at most as many as one system call takes."""
+    left = deque(memoryview(piece) for piece in pieces)
+    while left:
+        # A write may be short just before the disk is full.
+        count = os.writev(descriptor, left)
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if left:
+            left[0] = left[0][count:]
 
 
 def cut_trailer(path: Path) -> str:

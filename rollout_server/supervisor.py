@@ -1,6 +1,7 @@
 """Keeps an engine running: a dead one is replaced, and what waited for it runs again.
 
-The new engine gets the committed version, and checks it, before it serves anything. Requests that
+So is one that lives but must not be sampled: its weights are torn, or it does not resume. The new
+engine gets the committed version, and checks it, before it serves anything. Requests that
 were in flight are replayed from their start - none of their tokens had been handed out - or
 answered 503 with Retry-After when their deadline is over.
 """
@@ -43,14 +44,17 @@ class Supervisor:
         self._engine: Engine | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._given_up: asyncio.Future[None] | None = None
         self._lost: str | None = None
-        self._closed: asyncio.Future[str] | None = None
+        self._held = False
+        self._asleep: str | None = None
         self.vocab_size = 0
         self.restore: Callable[[Engine], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         """Build the first engine, and watch it."""
         self._engine = await asyncio.to_thread(self._build)
+        self._given_up = asyncio.get_running_loop().create_future()
         self.vocab_size = self._engine.vocab_size
         self._watcher = asyncio.create_task(self._watch())
 
@@ -65,23 +69,33 @@ class Supervisor:
         if self._engine is None or self._engine.failure:
             self._recover()
             raise EngineUnavailable("the engine is restarting", retry_after=_RETRY_AFTER_S)
+        if self._asleep:
+            raise EngineUnavailable(self._asleep, retry_after=_RETRY_AFTER_S)
         return self._engine
 
-    def close_for(self, reason: str) -> None:
-        """Answer whatever waits for the engine: it holds weights that must not be sampled."""
-        self._lost = reason
-        if self._closed is not None and not self._closed.done():
-            self._closed.set_result(reason)
+    def hold(self, held: bool) -> None:
+        """Keep the engine paused whoever resumes it, and its successor too; or no longer."""
+        self._held = held
+        if self._engine is not None:
+            self._engine.held = held
 
-    async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed is None:
-            self._closed = asyncio.get_running_loop().create_future()
+    def runs(self, engine: Engine) -> bool:
+        """Whether an engine has not been replaced."""
+        return engine is self._engine
+
+    def put_to_sleep(self, reason: str | None) -> None:
+        """Answer that the engine is not there, with a reason, until there is none."""
+        self._asleep = reason
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await an engine's work; an engine that is replaced alive may never finish it."""
+        assert self._given_up is not None
         task = asyncio.create_task(work)
         try:
-            either: set[asyncio.Future[Any]] = {task, self._closed}
+            either: set[asyncio.Future[Any]] = {task, self._given_up}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise EngineUnavailable(self._closed.result())
+                raise EngineDied("the engine is being replaced")
             return task.result()
         finally:
             task.cancel()
@@ -106,7 +120,7 @@ class Supervisor:
                     try:
                         if engine is not None:
                             work = engine.generate(prompt_ids, sampling, n, adapter)
-                            return await self._unless_closed(work)
+                            return await self._unless_given_up(work)
                     except EngineDied:
                         log.warning("the engine died under a request, which will run again")
                     if deadline.when() is None:
@@ -119,14 +133,18 @@ class Supervisor:
                 retry_after=_RETRY_AFTER_S,
             ) from None
 
-    async def replaced(self, dead: Engine | None) -> None:
-        """Wait until a dead engine has been replaced, and its successor holds the weights.
+    async def replaced(self, engine: Engine | None, why: str | None = None) -> None:
+        """Wait until an engine has been replaced, and its successor holds the weights.
+
+        Args:
+            engine: it is dead, or must not be sampled.
+            why: that is, unless the engine itself can tell.
 
         Raises:
-            EngineUnavailable: that failed repeatedly.
+            EngineUnavailable: that failed repeatedly; nothing is generated any more.
         """
-        if dead is self._engine:  # else somebody has noticed before, and it is gone already
-            self._recover()
+        if engine is self._engine:  # else somebody has noticed before, and it is gone already
+            self._recover(why)
         if self._recovery is not None:
             await asyncio.shield(self._recovery)
         if self._lost:
@@ -142,9 +160,9 @@ class Supervisor:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
 
-    def _recover(self) -> None:
+    def _recover(self, why: str | None = None) -> None:
         if self._recovery is None:
-            self._recovery = asyncio.create_task(self._replace())
+            self._recovery = asyncio.create_task(self._replace(why))
 
     async def _watch(self) -> None:
         """Notice a death even while nobody asks for anything."""
@@ -153,30 +171,41 @@ class Supervisor:
             if self._engine is not None and self._engine.failure:
                 self._recover()
 
-    async def _replace(self) -> None:
-        dead, self._engine = self._engine, None
-        log.error("the engine died: %s", dead.failure if dead else "it never came up")
-        if dead is not None:
+    async def _replace(self, why: str | None) -> None:
+        old, self._engine, self._asleep = self._engine, None, None
+        why = why or f"it died: {old.failure if old else 'it never came up'}"
+        log.error("the engine is replaced: %s", why)
+        if self._given_up is not None and not self._given_up.done():
+            self._given_up.set_result(None)
+        if old is not None:
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(dead.shutdown)
+                await asyncio.to_thread(old.shutdown)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._engine = await self._fresh()
             except Exception as error:
                 log.exception("attempt %d of %d to replace the engine failed", attempt, _ATTEMPTS)
-                reason = f"the engine died and could not be replaced: {error}"
+                second = error
             else:
+                self._given_up = asyncio.get_running_loop().create_future()
                 self._recovery = None
                 log.info("the engine was replaced")
                 return
-        self._lost = reason
+        self._lost = (
+            f"the engine had to be replaced ({why}), and that failed {_ATTEMPTS} times: {second}; "
+            "restart the server"
+        )
 
     async def _fresh(self) -> Engine:
         engine = await asyncio.to_thread(self._build)
+        engine.held = self._held
         try:
             if self.restore is not None:
                 await self.restore(engine)
         except BaseException:
             await asyncio.to_thread(engine.shutdown)
             raise
+        if engine.held and not self._held:  # let go of while the engine came up
+            engine.held = False
+            await engine.resume()
         return engine

@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -36,6 +37,7 @@ from shared.weights import LazyTensor
 
 _POLL_S = 0.25
 _RESUMED_AT_ONCE = 64
+_PIECES_AT_ONCE = 16
 
 T = TypeVar("T")
 
@@ -404,6 +406,7 @@ class AsyncRolloutClient:
 
 
 async def _in_threads(pieces: Pieces) -> AsyncIterator[bytes | memoryview]:
-    """Produce each piece in a worker thread: copying and hashing must not hold up the loop."""
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+    """Produce pieces in a worker thread: copying and hashing must not hold up the loop."""
+    while some := await asyncio.to_thread(lambda: list(islice(pieces, _PIECES_AT_ONCE))):
+        for piece in some:
+            yield piece

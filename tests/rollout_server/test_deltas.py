@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server.checkpoints import Checkpoint, Manifest, verify
-from rollout_server.deltas import apply_delta, read_base
+from rollout_server.checkpoints import Checkpoint, Manifest, check_tensors, verify
+from rollout_server.deltas import apply_delta
 from shared.delta import BLOCK_ELEMENTS
 from shared.delta_sender import DeltaBase
 from shared.errors import MalformedBody, WeightsRejected
 from shared.weights import encode_header, stream_checkpoint
-from tests.rollout_server.support import Tensors, lazy, spec_of, tensor_bytes
+from tests.rollout_server.support import Tensors, digest_of, lazy, spec_of, tensor_bytes
 
 
 def write(path: Path, weights: Tensors) -> Path:
@@ -83,7 +83,8 @@ def test_result_is_byte_for_byte_the_full_checkpoint(
     full = write(tmp_path / "full.safetensors", new)
     assert (tmp_path / "out.safetensors").read_bytes() == full.read_bytes()
     with Checkpoint([full]) as sent:
-        assert verify(sent, manifest, None, tmp_path / "unused").digest == digest
+        checks = check_tensors(sent, manifest)
+        assert verify(sent, manifest, None, tmp_path / "unused", checks).digest == digest
 
 
 def test_base_in_several_files_and_another_order(
@@ -122,7 +123,7 @@ def test_version_0_in_another_dtype_and_with_a_tied_tensor(
 
 def test_delta_without_changes(tmp_path: Path, apply: Apply, old: Tensors) -> None:
     delta = delta_file(tmp_path / "delta", old, old)
-    assert apply(delta) == read_base(delta)
+    assert apply(delta) == digest_of(old)
     live, out = tmp_path / "live.safetensors", tmp_path / "out.safetensors"
     assert out.read_bytes() == live.read_bytes()
 
@@ -182,13 +183,3 @@ def test_damage_is_noticed(tmp_path: Path, apply: Apply, old: Tensors, new: Tens
 def test_full_disk(tmp_path: Path, apply: Apply, old: Tensors, new: Tensors) -> None:
     with pytest.raises(OSError, match="No space left"):
         apply(delta_file(tmp_path / "delta", old, new), out=Path("/dev/full"))
-
-
-def test_base_is_read_without_the_rest(tmp_path: Path, old: Tensors, new: Tensors) -> None:
-    delta = delta_file(tmp_path / "delta", old, new)
-    base = read_base(delta)
-    delta.write_bytes(delta.read_bytes()[:100])
-    assert read_base(delta) == base
-    delta.write_bytes(b"")
-    with pytest.raises(MalformedBody, match="not a delta"):
-        read_base(delta)

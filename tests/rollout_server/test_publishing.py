@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ import pytest
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
+from shared.delta_sender import DeltaBase
 from shared.errors import BodyTooLarge, EngineFailure, EngineUnavailable, TitoError, WeightsRejected
-from shared.protocol import DIGEST_HEADER, DIGEST_TRAILER, MSGPACK, SAFETENSORS
+from shared.protocol import DELTA, DIGEST_HEADER, DIGEST_TRAILER, MSGPACK, SAFETENSORS
+from shared.weights import stream_checkpoint
 from tests.rollout_server.support import (
+    EMBEDDING,
     FakeEngine,
     Weights,
     eventually,
@@ -31,6 +35,8 @@ from tests.rollout_server.support import (
 )
 
 LOAD_FAILED = RuntimeError("the load tripped over a cable")
+EARLY_BYTES = 200_000
+"""Enough of an upload to see its header."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,22 @@ class Staged:
 
     def checkpoints(self) -> list[Path]:
         """Weights that the server keeps on disk."""
-        return [path for path in self.staging.rglob("*.safetensors") if path.is_file()]
+        return [path for path in everything(self.staging) if path.suffix == ".safetensors"]
 
     def litter(self) -> list[Path]:
         """Empty folders that were not there when the server came up."""
-        new = set(self.staging.rglob("*")) - self.standing
-        return [path for path in new if path.is_dir() and not any(path.iterdir())]
+        new = everything(self.staging)
+        parents = {path.parent for path in new}
+        return [path for path in new - self.standing - parents if path.is_dir()]
+
+
+def everything(folder: Path) -> set[Path]:
+    """Files and folders below a folder from which the server may be removing some just now."""
+    return {
+        Path(parent, name)
+        for parent, folders, files in os.walk(folder)  # passes over what is gone
+        for name in (*folders, *files)
+    }
 
 
 StartStaged = Callable[..., contextlib.AbstractContextManager[Staged]]
@@ -77,7 +93,7 @@ def start_staged(tiny_model: Path, tmp_path: Path) -> StartStaged:
             engine.calls.clear()
             engine.loaded.clear()
             staging = tmp_path / "staging"
-            standing = frozenset(staging.rglob("*"))
+            standing = frozenset(everything(staging))
             yield Staged(url, engine, client, staging, reload_dir, standing)
 
     return start
@@ -116,7 +132,7 @@ def test_a_failed_load_restores_the_last_good_weights(
     assert staged.engine.loaded == [first.digest, second.digest, first.digest]
     assert staged.client.info() == info
     assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 1
-    assert len(staged.checkpoints()) == 1
+    eventually(lambda: len(staged.checkpoints()) == 1)
     assert staged.litter() == []
 
 
@@ -151,13 +167,31 @@ def closed(staged: Staged) -> None:
     assert "tito_ready 0.0" in httpx.get(f"{staged.url}/metrics").text
 
 
-def test_a_failed_restore_closes_the_service(
+def test_a_failed_restore_is_left_to_a_new_engine(
     staged: Staged, first: Weights, second: Weights
 ) -> None:
     staged.client.reload(lazy(first.tensors))
     staged.engine.calls.clear()
     staged.engine.load_errors = [LOAD_FAILED, RuntimeError("and again")]
-    with pytest.raises(TitoError, match="and again"):
+    with pytest.raises(EngineFailure, match="version 1 is live again"):
+        staged.client.reload(lazy(second.tensors))
+    assert staged.engine.calls == [
+        *("pause", "load", "load"),
+        *("shutdown", "pause", "load", "stamp 1", "resume"),
+    ]
+    assert staged.engine.loaded[-3:] == [second.digest, first.digest, first.digest]
+    assert httpx.get(f"{staged.url}/readyz").status_code == 200
+    assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 1
+    assert staged.client.reload(lazy(second.tensors)).version == 2
+
+
+def test_a_server_that_cannot_restore_at_all_closes(
+    staged: Staged, first: Weights, second: Weights
+) -> None:
+    staged.client.reload(lazy(first.tensors))
+    staged.engine.calls.clear()
+    staged.engine.load_errors = [LOAD_FAILED, *(RuntimeError(f"and again {i}") for i in range(4))]
+    with pytest.raises(EngineFailure, match="and again 3"):
         staged.client.reload(lazy(second.tensors))
     assert "resume" not in staged.engine.calls
     assert staged.engine.paused
@@ -167,6 +201,13 @@ def test_a_failed_restore_closes_the_service(
     assert "resume" not in staged.engine.calls
 
 
+def test_an_engine_that_does_not_resume_is_replaced(staged: Staged, first: Weights) -> None:
+    staged.engine.resume_errors = [LOAD_FAILED] * 2
+    assert staged.client.reload(lazy(first.tensors)).version == 1
+    assert staged.engine.calls[-5:] == ["shutdown", "pause", "load", "stamp 1", "resume"]
+    assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 1
+
+
 def test_a_failed_resume_is_not_passed_over(staged: Staged, first: Weights) -> None:
     # The engine stays paused, so whoever asks must hear of it instead of waiting for ever.
     staged.engine.resume_errors = [LOAD_FAILED] * 10
@@ -174,6 +215,7 @@ def test_a_failed_resume_is_not_passed_over(staged: Staged, first: Weights) -> N
         staged.client.reload(lazy(first.tensors))
     assert staged.engine.paused
     closed(staged)
+    assert staged.client.policy()["history"][0]["state"] == "live"
 
 
 def test_a_resume_that_fails_once_is_tried_again_or_told_of(staged: Staged, first: Weights) -> None:
@@ -194,15 +236,50 @@ def test_a_failed_pause_leaves_the_engine_running(staged: Staged, first: Weights
     assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 0
 
 
-def test_a_caller_gone_in_mid_upload_leaves_nothing(staged: Staged, first: Weights) -> None:
-    raw = upload_of(first.tensors)
-    host, port = staged.url.removeprefix("http://").split(":")
+@contextlib.contextmanager
+def begun(url: str, content_type: str, raw: bytes, length: int) -> Iterator[socket.socket]:
+    """A connection on which the first part of an upload has been sent."""
+    host, port = url.removeprefix("http://").split(":")
     head = (
-        f"POST /reload HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n"
+        f"POST /reload HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
         f"{DIGEST_HEADER}: {DIGEST_TRAILER}\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + raw[: len(raw) // 2])
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + raw[:length])
+        yield connection
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_at_its_header(
+    staged: Staged, first: Weights
+) -> None:
+    raw = upload_of({**first.tensors, "more": first.tensors[EMBEDDING]})
+    with begun(staged.url, SAFETENSORS, raw, EARLY_BYTES) as connection:
+        answer = connection.recv(1 << 16)  # although most of it was not sent
+    assert answer.startswith(b"HTTP/1.1 422")
+    assert b"more" in answer
+    eventually(lambda: not staged.checkpoints() and not staged.litter())
+
+
+def test_a_delta_to_another_version_is_refused_at_its_header(
+    staged: Staged, first: Weights, second: Weights
+) -> None:
+    base = DeltaBase()
+    for _ in stream_checkpoint(base.record(lazy(first.tensors))):
+        pass
+    base.commit()
+    raw = b"".join(base.encode(lazy(second.tensors)))
+    assert len(raw) > 2 * EARLY_BYTES
+    live = staged.client.info().digest
+    with begun(staged.url, DELTA, raw, EARLY_BYTES) as connection:
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 409")
+    assert live.encode() in answer
+    eventually(lambda: not staged.checkpoints() and not staged.litter())
+
+
+def test_a_caller_gone_in_mid_upload_leaves_nothing(staged: Staged, first: Weights) -> None:
+    raw = upload_of(first.tensors)
+    with begun(staged.url, SAFETENSORS, raw, len(raw) // 2):
         eventually(lambda: staged.checkpoints() or staged.litter())
     eventually(lambda: not staged.checkpoints() and not staged.litter())
     assert staged.engine.calls == []
@@ -225,7 +302,7 @@ def test_a_caller_gone_in_mid_load_gets_its_version_all_the_same(
     eventually(lambda: staged.client.info().version == 1)
     assert staged.client.info().digest == first.digest
     eventually(lambda: not staged.engine.paused)
-    assert len(staged.checkpoints()) == 1
+    eventually(lambda: len(staged.checkpoints()) == 1)
 
 
 def test_two_publishes_at_once_get_consecutive_versions(
@@ -242,7 +319,7 @@ def test_two_publishes_at_once_get_consecutive_versions(
     assert staged.client.info().digest == results[1].digest
     one, two = (["pause", "load", f"stamp {version}", "resume"] for version in (1, 2))
     assert staged.engine.calls == one + two
-    assert len(staged.checkpoints()) == 1
+    eventually(lambda: len(staged.checkpoints()) == 1)
     assert staged.litter() == []
 
 

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import safetensors.torch
 
-from rollout_server import staging
+from rollout_server import arrivals
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.errors import EngineFailure, EngineUnavailable, InsufficientStorage, TitoError
@@ -248,7 +248,7 @@ def test_rollouts_in_flight_hear_of_a_server_that_closes(
     with running(settings, lambda _: engine) as server:
         engine.gate.clear()
         with in_flight(server.url, PROMPTS[:2], group_size=1, max_tokens=2) as futures:
-            engine.load_errors = [RuntimeError("a cable"), RuntimeError("another cable")]
+            engine.load_errors = [RuntimeError("a cable")] + [RuntimeError("another cable")] * 4
             with pytest.raises(TitoError, match="another cable"):
                 server.client.reload(lazy(first.tensors))
             engine.gate.set()
@@ -668,7 +668,7 @@ def test_a_full_disk_whatever_the_filesystem(
     with fake(tiny_model, None, staging_dir=tmp_path) as (client, engine):
         before = list(engine.calls)
         with monkeypatch.context() as patch:
-            patch.setattr(staging, "_write_all", full)
+            patch.setattr(arrivals, "write_all", full)
             with pytest.raises(InsufficientStorage):
                 client.reload(lazy(first.tensors))
         assert engine.calls == before

@@ -1,11 +1,10 @@
-"""Refusals: samples of another distribution, vocabulary or policy than the trainer's.
+"""Refusals: samples of another distribution or vocabulary than the trainer's.
 
 Training on any of them would go on without an error and teach something else than the rewards say.
 """
 
 from __future__ import annotations
 
-from shared.protocol import ReloadResult, Rollout
 from trainer.errors import MismatchError
 
 NEUTRAL_SAMPLING = {
@@ -49,19 +48,3 @@ def refuse_other_sampling(sampling: dict[str, object], *, temperature: float) ->
     ]
     if wrong:
         raise MismatchError(f"the samples have another distribution: {'; '.join(wrong)}")
-
-
-def refuse_other_policy(rollout: Rollout, live: ReloadResult) -> None:
-    """Raise unless every token was sampled from what this run published last.
-
-    Raises:
-        MismatchError: another writer has published, or the server has restarted.
-    """
-    for sample in rollout.samples:
-        for span in sample.spans:
-            if span.digest != live.digest:
-                raise MismatchError(
-                    f"the server sampled from version {span.version} ({span.digest}), this run "
-                    f"published {live.version} ({live.digest}): does another run publish to it, or "
-                    f"has it restarted? --resume publishes the last checkpoint again"
-                )

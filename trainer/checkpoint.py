@@ -4,6 +4,7 @@
       model/        safetensors and tokenizer, readable by transformers
       trainer.pt    optimizer, scheduler and random states
       state.json    step, data position, version and digest
+      queue.msgpack what was asked for later steps, with the answers that had come
 
 A checkpoint is written into a hidden directory, flushed to the disk and renamed, so one that can be
 seen is whole: a crash at any moment leaves the one before.
@@ -16,18 +17,22 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared.codec import decode, encode
+from shared.errors import TitoError
+from shared.protocol import MSGPACK
 from trainer.errors import CheckpointError
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
+_QUEUE = "queue.msgpack"
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class RunState:
         position: prompts consumed; where the data goes on.
         version, digest: of the policy that the server had after that step, to find its samples by.
             A resumed run gets a new version, since it publishes again.
+        published: steps of the weights, by digest, that made the answers in the queue.
     """
 
     step: int = 0
     position: int = 0
     version: int = 0
     digest: str = ""
+    published: dict[str, int] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -56,13 +63,19 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     keep: int,
+    queue: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """Write ``root/step-NNNNNN`` atomically, then delete all but the newest ``keep``.
 
+    Does nothing if it is there already: a run that stops may just have saved.
+
     Args:
         model, tokenizer: have ``save_pretrained``.
+        queue: see :meth:`trainer.sampler.Sampler.queued`.
     """
     target = root / f"{_PREFIX}{reached.step:06d}"
+    if target.exists():
+        return target
     unfinished = root / f"{_UNFINISHED}{target.name}"
     _clean(root)
     (unfinished / "model").mkdir(parents=True)
@@ -74,9 +87,10 @@ def save_checkpoint(
         "random": random_states(),
     }
     torch.save(state, unfinished / "trainer.pt")
+    (unfinished / _QUEUE).write_bytes(encode(list(queue), MSGPACK))
     (unfinished / "state.json").write_text(json.dumps(asdict(reached)), encoding="utf-8")
     _install(unfinished, target)
-    for old in _finished(root)[:-keep]:
+    for old in checkpoints(root)[:-keep]:
         shutil.rmtree(old)
     return target
 
@@ -87,7 +101,7 @@ def latest_checkpoint(root: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    finished = _finished(root)
+    finished = checkpoints(root)
     if not finished:
         raise CheckpointError(f"there is no checkpoint under {root} to resume from")
     return finished[-1]
@@ -103,6 +117,22 @@ def read_state(checkpoint: Path) -> RunState:
         return RunState(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}") from error
+
+
+def read_queue(checkpoint: Path) -> list[dict[str, Any]]:
+    """What was saved as ``queue``; nothing in checkpoints that have none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = checkpoint / _QUEUE
+    if not path.exists():
+        return []
+    try:
+        queue: list[dict[str, Any]] = decode(path.read_bytes(), MSGPACK)
+        return queue
+    except (OSError, TitoError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def restore_trainer(
@@ -152,7 +182,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _finished(root: Path) -> list[Path]:
+def checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(root.glob(f"{_PREFIX}*"), key=lambda path: int(path.name.removeprefix(_PREFIX)))
 

@@ -145,8 +145,7 @@ def _train(args: argparse.Namespace, console: Console) -> int:
         return 0
     from trainer.train import train
 
-    train(config, resume=args.resume, console=console)
-    return 0
+    return 0 if train(config, resume=args.resume, console=console) else 130
 
 
 def _eval(args: argparse.Namespace, console: Console) -> int:
@@ -154,14 +153,14 @@ def _eval(args: argparse.Namespace, console: Console) -> int:
     from trainer.errors import ConfigError
     from trainer.evaluate import evaluate
     from trainer.prompts import held_out_tasks
-    from trainer.rewards import load_reward
+    from trainer.rewards import open_reward
     from trainer.run import connect
 
     config = load_config(args.config, args.overrides)
     if not config.evaluation.prompts:
         raise ConfigError("evaluation.prompts is 0, so there is nothing to evaluate")
-    tasks, reward = held_out_tasks(config), load_reward(config.reward.function)
-    with connect(config) as client:
+    tasks = held_out_tasks(config)
+    with open_reward(config.reward) as reward, connect(config) as client:
         console.print(Text(str(evaluate(client, config, tasks, reward, step=0))))
     return 0
 

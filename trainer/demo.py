@@ -92,7 +92,8 @@ def run_demo(
     with _server(out, console) if served is None else nullcontext(served) as server:
         config = demo_config(server.model, server.url, run, overrides)
         training = time.perf_counter()
-        train(config, console=console)
+        if not train(config, console=console):
+            return 130
         training_seconds = time.perf_counter() - training
     summary = summarise(run, time.perf_counter() - started, training_seconds)
     (out / "summary.json").write_text(json.dumps(asdict(summary), indent=2), encoding="utf-8")

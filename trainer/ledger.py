@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -33,9 +33,11 @@ class Fate(StrEnum):
     """The server cut it off for a reason of its own."""
     EMPTY = "empty"
     """A completion without a token, which leaves nothing to train on."""
+    STALE = "stale"
+    """Some token of it is from older weights than train.max_staleness allows."""
 
 
-NEVER_SCORED = frozenset({Fate.REWARD_ERROR, Fate.ABORTED, Fate.EMPTY})
+NEVER_SCORED = frozenset({Fate.REWARD_ERROR, Fate.ABORTED, Fate.EMPTY, Fate.STALE})
 """Fates of samples that are no peers of the others in their group."""
 
 
@@ -92,13 +94,21 @@ class StepLedger:
             raise LedgerError(f"step {self.step} does not add up: " + "; ".join(wrong))
 
 
-def fates_of_group(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[Fate]:
+def fates_of_group(
+    samples: Sequence[Sample],
+    outcomes: Sequence[Outcome],
+    *,
+    is_stale: Callable[[Sample], bool] = lambda _: False,
+) -> list[Fate]:
     """Decide for each sample of one group whether it is trained, and if not why.
 
     A group is useful when two of its scored samples have different rewards; then all its scored
     samples are trained, since those at the group's mean still count in the loss's denominator.
     """
-    unusable = [_unusable(s, o) for s, o in zip(samples, outcomes, strict=True)]
+    unusable = [
+        Fate.STALE if is_stale(sample) else _unusable(sample, outcome)
+        for sample, outcome in zip(samples, outcomes, strict=True)
+    ]
     rewards = [
         outcome.value
         for outcome, why in zip(outcomes, unusable, strict=True)

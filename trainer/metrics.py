@@ -24,15 +24,19 @@ class StepMetrics:
             standard deviation over all of them.
         useful_groups: share of groups that are trained.
         truncated: share of samples that hit max_tokens.
-        length: mean completion length in tokens.
+        length, trained_length: mean completion length in tokens, of all samples and of those that
+            are trained; NaN when there are none. Where they part, training prefers a length.
         updates, loss, kl_sampler, kl_reference, ratio, clipped, gradient_norm, learning_rate: see
             :class:`trainer.update.Update`.
-        sampled_version: of the oldest policy in the rollout.
-        staleness: versions between that one and the one trained.
-        version: of the policy that the server has after the step.
+        sampled_version: the lowest in the rollout, as its server counts.
+        staleness: steps between the oldest policy in the rollout and the one trained.
+        version: of the policy that the (first current) server has after the step.
         tokens_per_second: completion tokens over the step's whole time.
         rollout_seconds, update_seconds, publish_seconds: parts of the step; scoring is in the
-            second.
+            second. The first is what the trainer waited for samples.
+        trainer_idle_seconds: of the step, how long the trainer waited for servers: the first and
+            third.
+        sampler_idle_seconds: of the step, how long a server had nothing to sample for this run.
     """
 
     step: int
@@ -41,6 +45,7 @@ class StepMetrics:
     useful_groups: float
     truncated: float
     length: float
+    trained_length: float
     updates: int
     loss: float
     kl_sampler: float
@@ -56,22 +61,29 @@ class StepMetrics:
     rollout_seconds: float
     update_seconds: float
     publish_seconds: float
+    trainer_idle_seconds: float
+    sampler_idle_seconds: float
 
 
 def measure(
     rollout: Rollout,
     outcomes: Sequence[Sequence[Outcome]],
+    fates: Sequence[Sequence[Fate]],
     accounts: StepLedger,
     update: Update,
     *,
-    trained_version: int,
-    served_version: int,
+    staleness: int,
+    version: int,
+    sampler_idle_seconds: float,
     times: Sequence[float],
 ) -> StepMetrics:
     """Put a step's figures together.
 
     Args:
-        trained_version, served_version: of the policy before and after the step.
+        outcomes, fates: by group and sample, in the rollout's order.
+        staleness: of the oldest policy in the rollout, in steps.
+        version: of the policy that is served after the step.
+        sampler_idle_seconds: in which a server had nothing to do.
         times: clock readings in seconds: at the start, and after rollout, update and publishing.
     """
     reward_mean, reward_spread = reward_statistics(outcomes)
@@ -84,6 +96,7 @@ def measure(
         useful_groups=accounts.groups.get(Fate.TRAINED, 0) / accounts.prompts,
         truncated=truncated_share(rollout.samples),
         length=mean_length(rollout.samples),
+        trained_length=mean_length(_trained(rollout, fates)),
         updates=update.updates,
         loss=update.loss,
         kl_sampler=update.kl_sampler,
@@ -93,12 +106,14 @@ def measure(
         gradient_norm=update.gradient_norm,
         learning_rate=update.learning_rate,
         sampled_version=oldest,
-        staleness=trained_version - oldest,
-        version=served_version,
+        staleness=staleness,
+        version=version,
         tokens_per_second=accounts.received_tokens / (times[-1] - times[0]),
         rollout_seconds=rollout_seconds,
         update_seconds=update_seconds,
         publish_seconds=publish_seconds,
+        trainer_idle_seconds=rollout_seconds + publish_seconds,
+        sampler_idle_seconds=sampler_idle_seconds,
     )
 
 
@@ -109,5 +124,12 @@ def reward_statistics(outcomes: Sequence[Sequence[Outcome]]) -> tuple[float, flo
 
 
 def mean_length(samples: Sequence[Sample]) -> float:
-    """Mean number of completion tokens."""
-    return float(np.mean([len(sample.completion_ids) for sample in samples]))
+    """Mean number of completion tokens; NaN without samples."""
+    lengths = [len(sample.completion_ids) for sample in samples]
+    return float(np.mean(lengths)) if lengths else math.nan
+
+
+def _trained(rollout: Rollout, fates: Sequence[Sequence[Fate]]) -> list[Sample]:
+    flat = [fate for group in fates for fate in group]
+    pairs = zip(rollout.samples, flat, strict=True)
+    return [sample for sample, fate in pairs if fate is Fate.TRAINED]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +15,27 @@ import transformers
 from rich.console import Console
 
 from shared.client import RolloutClient
-from shared.lease import Lease
 from shared.protocol import ReloadResult
 from trainer import evaluate, publish
-from trainer.agreement import refuse_other_tokenizer
-from trainer.checkpoint import RunState, latest_checkpoint, read_state, save_checkpoint
+from trainer.checkpoint import (
+    RunState,
+    latest_checkpoint,
+    read_queue,
+    read_state,
+    save_checkpoint,
+)
 from trainer.config import Config
 from trainer.config_file import to_toml
 from trainer.errors import ConfigError
 from trainer.learner import Learner, build_learner
 from trainer.progress import LOSS_NOTE, ProgressLog
-from trainer.prompts import PromptSource, Task, held_out_tasks, training_prompts
-from trainer.rewards import Reward, load_reward
+from trainer.prompts import Task, held_out_tasks, training_prompts
+from trainer.published import Published
+from trainer.rewards import Reward, open_reward
+from trainer.sampler import Sampler
+from trainer.servers import Server, ServerPool
 
-LEASE_TTL_S = 60.0
+_PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -36,29 +44,28 @@ class Run:
 
     Attributes:
         output: directory of everything that is kept.
-        lease: the right to publish, which keeps a second trainer from writing to the server.
+        servers: who samples. The leases on them keep a second trainer from writing there.
+        sampler: asks them for groups.
         began: how far an earlier run had come when this one took over; all 0 without one.
-        vocab_size: the server's; ids at or above it are damaged.
+        resumed: whether there was one.
     """
 
     config: Config
     output: Path
-    client: RolloutClient
-    lease: Lease
+    servers: ServerPool
+    sampler: Sampler
     learner: Learner
-    prompts: PromptSource
     held_out: Sequence[Task]
     reward: Reward
     log: ProgressLog
     began: RunState
-    vocab_size: int
+    resumed: bool
 
-    def publish(self) -> ReloadResult:
-        """Make the server sample from the model as it is now."""
+    def publish(self, step: int) -> None:
+        """Make the servers sample from the model as it is, which is that after ``step``."""
         with self.log.phase("publishing"):
-            dtype = getattr(torch, self.config.server.publish_dtype)
-            fence = self.lease.fence
-            return publish.publish(self.client, self.learner.model, dtype, fence=fence)
+            self.servers.publish(step)
+        self.log.problem("servers", self.servers.troubles())
 
     def evaluate(self, step: int) -> None:
         """Measure the served policy on the held-out problems, if there are any."""
@@ -66,32 +73,43 @@ class Run:
             return
         with self.log.phase("evaluating"):
             found = evaluate.evaluate(
-                self.client, self.config, self.held_out, self.reward, step=step
+                self.servers.client, self.config, self.held_out, self.reward, step=step
             )
         self.log.evaluation(found)
 
-    def save(self, step: int, live: ReloadResult) -> None:
+    def save(self, step: int) -> None:
         """Write a checkpoint from which the run can go on after ``step``."""
+        latest, published = self.servers.latest, self.servers.published
         save_checkpoint(
             self.output / "checkpoints",
-            RunState(step, self.position(step + 1), live.version, live.digest),
+            RunState(
+                step,
+                self.sampler.position,
+                latest.version,
+                latest.digest,
+                published.of(self.sampler.waiting()),
+            ),
             model=self.learner.model,
             tokenizer=self.learner.tokenizer,
             optimizer=self.learner.optimizer,
             scheduler=self.learner.scheduler,
             keep=self.config.train.keep_checkpoints,
+            queue=self.sampler.queued(),
         )
 
-    def position(self, step: int) -> int:
-        """Where in the data the prompts of ``step`` begin."""
-        steps_made = step - 1 - self.began.step
-        return self.began.position + steps_made * self.config.rollout.prompts_per_step
 
+def connect(config: Config, url: str | None = None, timeout: float | None = None) -> RolloutClient:
+    """A client as the configuration says, with the token from the environment.
 
-def connect(config: Config) -> RolloutClient:
-    """A client as the configuration says, with the token from the environment."""
-    token = os.environ.get(config.server.token_env)
-    return RolloutClient(config.server.url, token=token, timeout=config.server.timeout)
+    Args:
+        url: by default the first server's.
+        timeout: by default the configuration's.
+    """
+    return RolloutClient(
+        url or config.server.every_url()[0],
+        token=os.environ.get(config.server.token_env),
+        timeout=timeout or config.server.timeout,
+    )
 
 
 @contextmanager
@@ -105,7 +123,7 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     checkpoint = _starting_point(output / "checkpoints", resume=resume)
     began = read_state(checkpoint) if checkpoint else RunState()
     # What can be wrong with files is found before minutes go into loading a model.
-    reward, prompts = load_reward(config.reward.function), training_prompts(config)
+    reward, prompts = open_reward(config.reward), training_prompts(config)
     held_out = held_out_tasks(config)
     # Bars of other libraries would tear the lines that this one prints.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -113,25 +131,56 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(to_toml(config), encoding="utf-8")
     log = ProgressLog(output, config.train.steps, resumed_step=began.step, console=console)
-    with log, connect(config) as client:
+    with ExitStack() as stack:
+        stack.enter_context(reward)
+        stack.enter_context(log)
         _announce(log, config, learner, began)
-        with log.phase("waiting for the server"):
-            info = client.wait_ready(config.server.ready_timeout)
-        refuse_other_tokenizer(info.tokenizer, learner.fingerprint)
-        with client.lease(holder=_holder(output), ttl=LEASE_TTL_S) as lease:
-            yield Run(
-                config=config,
-                output=output,
-                client=client,
-                lease=lease,
-                learner=learner,
-                prompts=prompts,
-                held_out=held_out,
-                reward=reward,
-                log=log,
-                began=began,
-                vocab_size=info.vocab_size,
-            )
+        servers = stack.enter_context(_servers(config, learner, began))
+        sampler = Sampler(
+            servers,
+            prompts,
+            config,
+            fingerprint=learner.fingerprint,
+            step=began.step,
+            position=began.position,
+            queued=read_queue(checkpoint) if checkpoint else [],
+        )
+        yield Run(
+            config=config,
+            output=output,
+            servers=servers,
+            sampler=sampler,
+            learner=learner,
+            held_out=held_out,
+            reward=reward,
+            log=log,
+            began=began,
+            resumed=checkpoint is not None,
+        )
+
+
+def _servers(config: Config, learner: Learner, began: RunState) -> ServerPool:
+    dtype = getattr(torch, config.server.publish_dtype)
+
+    def send(client: RolloutClient, fence: int) -> ReloadResult:
+        return publish.publish(client, learner.model, dtype, fence=fence)
+
+    return ServerPool(
+        [
+            Server(url, connect(config, url), probe=connect(config, url, _PROBE_TIMEOUT_S))
+            for url in config.server.every_url()
+        ],
+        send,
+        Published(began.published),
+        holder=_holder(Path(config.train.output)),
+        fingerprint=learner.fingerprint,
+        patience=config.server.ready_timeout,
+    )
+
+
+def how_to_resume(output: Path) -> str:
+    """The command that goes on with a run."""
+    return f"python -m trainer train {shlex.quote(str(output / 'config.toml'))} --resume"
 
 
 def _holder(output: Path) -> str:
@@ -153,6 +202,7 @@ def _starting_point(checkpoints: Path, *, resume: bool) -> Path | None:
 def _announce(log: ProgressLog, config: Config, learner: Learner, began: RunState) -> None:
     log.say(to_toml(config), "dim")
     log.say(learner.objective.formula())
+    log.say(f"sequences are {'padded: ' + learner.unpacked if learner.unpacked else 'packed'}")
     log.say(LOSS_NOTE, "dim")
     if began.step:
         log.say(f"going on after step {began.step}")

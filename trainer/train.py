@@ -10,70 +10,77 @@ without a signal leave the batch and its denominator, instead of diluting the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
-from shared.protocol import ReloadResult, Rollout
+from shared.protocol import Rollout, Sample
 from trainer import ledger
-from trainer.agreement import refuse_other_policy, refuse_other_sampling, refuse_other_tokenizer
-from trainer.checks import check_records, check_room, check_variety
+from trainer.checks import check_room, check_variety
 from trainer.config import Config
-from trainer.errors import MismatchError
 from trainer.ledger import StepLedger, fates_of_group
 from trainer.metrics import measure
-from trainer.prompts import Task
 from trainer.rewards import score_rollout
-from trainer.run import Run, open_run
+from trainer.run import Run, how_to_resume, open_run
+from trainer.stopping import stop_on_signals
 from trainer.update import learn, training_set
 
 
-def train(config: Config, *, resume: bool = False, console: Console | None = None) -> None:
+def train(config: Config, *, resume: bool = False, console: Console | None = None) -> bool:
     """Run the loop, from its beginning or, with ``resume``, from the newest checkpoint.
 
-    ``train.output`` gets its configuration, metrics, ledger, evaluations and checkpoints.
+    ``train.output`` gets its configuration, metrics, ledger, evaluations and checkpoints. On Ctrl-C
+    or SIGTERM the step is finished and a checkpoint written.
+
+    Returns:
+        Whether all steps were made.
 
     Raises:
         TitoError: with a message for the person who started the run.
     """
     with open_run(config, resume=resume, console=console) as run:
-        # Whatever the server held before, the first samples must come from this model.
-        live = run.publish()
-        if run.began.step == 0:
-            run.evaluate(step=0)
-        for step in range(run.began.step + 1, config.train.steps + 1):
-            live = take_step(run, step, live)
-            if _due(step, config.evaluation.every, config.train.steps):
+        # Whatever the servers held before, the first samples must come from this model.
+        step = run.began.step
+        run.publish(step)
+        with stop_on_signals() as stop:
+            if not run.resumed:
                 run.evaluate(step)
-            if _due(step, config.train.checkpoint_every, config.train.steps):
-                run.save(step, live)
+            run.sampler.admit(step)
+            while step < config.train.steps and not stop.requested:
+                step += 1
+                take_step(run, step)
+                if _due(step, config.evaluation.every, config.train.steps):
+                    run.evaluate(step)
+                if _due(step, config.train.checkpoint_every, config.train.steps):
+                    run.save(step)
+            if stop.requested:
+                run.save(step)
+                run.log.say(f"stopped after step {step}. To go on: {how_to_resume(run.output)}")
+    return step == config.train.steps
 
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def take_step(run: Run, step: int, live: ReloadResult) -> ReloadResult:
-    """One step of the algorithm.
-
-    Args:
-        live: what the server serves.
-
-    Returns:
-        What it serves afterwards.
-    """
+def take_step(run: Run, step: int) -> None:
+    """One step of the algorithm: the policy after ``step - 1`` becomes that after ``step``."""
     times = [time.perf_counter()]
-    # 1. For each prompt, a group of answers.
-    tasks = run.prompts.take(run.position(step), run.config.rollout.prompts_per_step)
-    rollout = ask(run, tasks, live)
+    run.servers.idle_seconds()  # from here on
+    # 1. For each prompt, a group of answers. They may have been asked for some steps ago.
+    with run.log.phase("sampling"):
+        tasks, rollout = run.sampler.take(step)
+    staleness = [run.servers.published.staleness(sample, step) for sample in rollout.samples]
     times.append(time.perf_counter())
 
     # 2. For each answer a score; what has none, or no peer that differs, is set aside.
     outcomes = score_rollout(run.reward, tasks, rollout)
     fates = [
-        fates_of_group(group.samples, scores)
+        fates_of_group(group.samples, scores, is_stale=partial(_is_stale, run, step))
         for group, scores in zip(rollout.groups, outcomes, strict=True)
     ]
+
+    # Kept before it is trained on: a step that fails is the one to look at.
 
     # 3. Advantages within each group, and a step of AdamW towards the better answers.
     with run.log.phase("training"):
@@ -81,8 +88,12 @@ def take_step(run: Run, step: int, live: ReloadResult) -> ReloadResult:
         update = learn(run.learner, chosen, run.config)
     times.append(time.perf_counter())
 
-    # 4. The server samples from the changed model from here on.
-    served = run.publish() if update.updates else live
+    # 4. The servers sample from the changed model from here on.
+    if update.updates:
+        run.publish(step)
+    else:
+        run.servers.keep(step)
+    run.sampler.admit(step)
     times.append(time.perf_counter())
 
     # 5. Everything that was asked for is accounted for.
@@ -101,41 +112,21 @@ def take_step(run: Run, step: int, live: ReloadResult) -> ReloadResult:
         measure(
             rollout,
             outcomes,
+            fates,
             accounts,
             update,
-            trained_version=live.version,
-            served_version=served.version,
+            staleness=max(staleness),
+            version=run.servers.latest.version,
+            sampler_idle_seconds=run.servers.idle_seconds(),
             times=times,
         )
     )
     _tell_problems(run, rollout, accounts)
-    return served
 
 
-def ask(run: Run, tasks: Sequence[Task], live: ReloadResult) -> Rollout:
-    """Sample a group of answers for each task, and refuse what must not be trained on.
-
-    Raises:
-        MismatchError: records are damaged, or not of the tokenizer, distribution or policy that
-            this run trains.
-    """
-    options = run.config.rollout
-    with run.log.phase("sampling"):
-        rollout = run.client.rollout(
-            [task.prompt for task in tasks],
-            group_size=options.group_size,
-            purpose="train",
-            **options.sampling(),
-        )
-    records = check_records(
-        rollout, prompts=len(tasks), group_size=options.group_size, vocab_size=run.vocab_size
-    )
-    if not records.passed:
-        raise MismatchError(f"the rollout is damaged: {records.found}. {records.advice}")
-    refuse_other_tokenizer(rollout.tokenizer, run.learner.fingerprint)
-    refuse_other_sampling(rollout.sampling, temperature=options.temperature)
-    refuse_other_policy(rollout, live)
-    return rollout
+def _is_stale(run: Run, step: int, sample: Sample) -> bool:
+    """Whether a sample is too old to be trained. Admission leaves this to servers that lag."""
+    return run.servers.published.staleness(sample, step) > run.config.train.max_staleness
 
 
 def _tell_problems(run: Run, rollout: Rollout, accounts: StepLedger) -> None:

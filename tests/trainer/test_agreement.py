@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shared.protocol import ReloadResult, Rollout, Sample, SamplingSettings, Span
+from shared.protocol import SamplingSettings
 from trainer.agreement import (
     NEUTRAL_SAMPLING,
-    refuse_other_policy,
     refuse_other_sampling,
     refuse_other_tokenizer,
 )
@@ -53,15 +50,3 @@ def test_a_missing_echo_is_refused() -> None:
 def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(MismatchError, match="the server's tokenizer"):
         refuse_other_tokenizer("a", "b")
-
-
-def test_a_single_token_of_another_policy_is_refused(
-    make_sample: Callable[..., Sample], make_rollout: Callable[..., Rollout]
-) -> None:
-    live = ReloadResult(4, "d" * 32)
-    good = make_sample(version=4)
-    refuse_other_policy(make_rollout([[good, good]]), live)
-    spans = (Span(4, "d" * 32, 0, 1), Span(5, "e" * 32, 1, 2))
-    mixed = replace(good, spans=spans)
-    with pytest.raises(MismatchError, match=r"sampled from version 5 \(e+\)"):
-        refuse_other_policy(make_rollout([[good, mixed]]), live)

@@ -39,6 +39,11 @@ class Incoming:
         self.totals = Totals()
         self.end: StreamEnd | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether everything has arrived."""
+        return self.end is not None
+
     def request(self) -> calls.StreamRequest:
         """The request for what is lacking, on a new connection."""
         self._connection = _Connection()
@@ -67,13 +72,13 @@ class Incoming:
         Raises:
             ServerUnreachable: it was not.
         """
-        if self.end is None:
+        if not self.ended:
             raise ServerUnreachable(
                 f"the stream broke off after {self.totals.groups} groups, before its closing frame"
             )
 
     def _add(self, group: Group) -> Group:
-        if self.end is not None or group.group_id in self._had | self._received:
+        if self.ended or group.group_id in self._had | self._received:
             raise MalformedBody(f"group {group.group_id} came twice, or after the end")
         self._received.add(group.group_id)
         self._connection.totals = self._connection.totals.with_group(group)

@@ -19,7 +19,7 @@ from typing import Self
 import httpx
 
 from shared import calls
-from shared.errors import TitoError
+from shared.errors import ServerUnreachable, TitoError
 from shared.exchange import Exchange, Patience
 from shared.incoming import Incoming
 from shared.protocol import Group, StreamEnd, Totals
@@ -79,7 +79,7 @@ def _groups(
     http: httpx.Client, exchange: Exchange, incoming: Incoming, patience: Patience
 ) -> Generator[Group]:
     try:
-        while incoming.end is None:
+        while not incoming.ended:
             try:
                 with _connected(http, exchange, incoming) as chunks:
                     for chunk in chunks:
@@ -88,7 +88,8 @@ def _groups(
                             yield group
                 incoming.check_ended()
             except TitoError as error:
-                if incoming.end is None:
+                # A line that is cut behind the closing frame has brought everything.
+                if not incoming.ended or not isinstance(error, ServerUnreachable):
                     time.sleep(patience.pause(error))
     except (GeneratorExit, KeyboardInterrupt):
         if incoming.key is not None:  # its work would go on for a while
@@ -143,7 +144,7 @@ async def _async_groups(
     http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, patience: Patience
 ) -> AsyncGenerator[Group, None]:
     try:
-        while incoming.end is None:
+        while not incoming.ended:
             try:
                 async with _async_connected(http, exchange, incoming) as chunks:
                     async for chunk in chunks:
@@ -152,7 +153,7 @@ async def _async_groups(
                             yield group
                 incoming.check_ended()
             except TitoError as error:
-                if incoming.end is None:
+                if not incoming.ended or not isinstance(error, ServerUnreachable):
                     await asyncio.sleep(patience.pause(error))
     except (GeneratorExit, asyncio.CancelledError):
         if incoming.key is not None:  # its work would go on for a while

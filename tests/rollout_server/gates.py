@@ -74,12 +74,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(model: Path, staging_dir: Path, **settings: Any) -> Iterator[Served]:
+def served(
+    model: Path, staging_dir: Path, token: str | None = None, **settings: Any
+) -> Iterator[Served]:
     """The application, once it is ready."""
     engine = GatedEngine()
     options = ServerSettings(model=str(model), staging_dir=staging_dir, **settings)
     app = create_app(options, build_engine=lambda _: engine)
-    with serving(app) as url, RolloutClient(url, timeout=60) as client:
+    with serving(app) as url, RolloutClient(url, token=token, timeout=60) as client:
         client.wait_ready(60)
         engine.begun.clear()  # the first token, by which the server knows that it works
         try:
@@ -91,16 +93,23 @@ def served(model: Path, staging_dir: Path, **settings: Any) -> Iterator[Served]:
 class CuttingProxy:
     """A line to a server that breaks after some bytes, again and again.
 
+    Args:
+        most_bytes: it breaks before so many bytes of an answer, at a random place.
+        chance: that it breaks in an answer at all; sometimes it breaks in a request.
+
     Attributes:
         cuts: how often it broke so far.
         most_cuts: after these it holds.
     """
 
-    def __init__(self, url: str, *, seed: int, most_bytes: int, most_cuts: int) -> None:
+    def __init__(
+        self, url: str, *, seed: int, most_bytes: int, most_cuts: int, chance: float = 0.9
+    ) -> None:
         host, port = url.removeprefix("http://").split(":")
         self._upstream = (host, int(port))
         self._random = random.Random(seed)
         self._most_bytes = most_bytes
+        self._chance = chance
         self.most_cuts = most_cuts
         self.cuts = 0
         self._lock = threading.Lock()
@@ -116,7 +125,7 @@ class CuttingProxy:
 
     def _serve(self, here: socket.socket) -> None:
         with self._lock:
-            budgets = [self._budget(0.1), self._budget(0.9)]  # what is sent, what is answered
+            budgets = [self._budget(0.1), self._budget(self._chance)]  # what is sent, what is answered
         there = socket.create_connection(self._upstream)
         pairs = [(here, there, budgets[0]), (there, here, budgets[1])]
         for source, sink, budget in pairs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,7 +151,7 @@ def test_a_key_that_cannot_be_used(server: Served, key: str) -> None:
 
 def test_keys_of_different_callers_are_different(tiny_model: Path, tmp_path: Path) -> None:
     tokens = tokens_file(tmp_path, ("alice", ALICE, ["rollout"]), ("bob", BOB, ["rollout"]))
-    with served(tiny_model, tmp_path, tokens_file=tokens) as server:
+    with served(tiny_model, tmp_path, ALICE, tokens_file=tokens) as server:
         key = new_key()
         alices, bobs = ask(server, key, ALICE), ask(server, key, BOB)
         assert alices.content != bobs.content
@@ -221,8 +222,6 @@ def test_what_is_finished_is_kept_for_a_while(tiny_model: Path, tmp_path: Path) 
 
 def ask_after_a_pause(server: Served, key: str) -> bytes:
     # To ask is to keep it for another while.
-    import time
-
     time.sleep(0.3)
     return ask(server, key).content
 
@@ -285,8 +284,8 @@ MANY = [[index, 11] for index in range(40)]
 
 
 @pytest.mark.parametrize("flavour", ["blocking", "asynchronous"])
-def test_a_stream_survives_a_hundred_cuts(server: Served, flavour: str) -> None:
-    proxy = CuttingProxy(server.url, seed=1, most_bytes=3000, most_cuts=100)
+def test_a_stream_survives_two_hundred_cuts(server: Served, flavour: str) -> None:
+    proxy = CuttingProxy(server.url, seed=1, most_bytes=3000, most_cuts=200)
     streams = 0
     while proxy.cuts < proxy.most_cuts:
         server.engine.begun.clear()
@@ -295,7 +294,7 @@ def test_a_stream_survives_a_hundred_cuts(server: Served, flavour: str) -> None:
         groups = STREAMED[flavour](proxy.url, held)
         assert_once(server, held, groups)
         streams += 1
-    assert proxy.cuts == 100
+    assert proxy.cuts == 200
     proxy.close()
 
 
@@ -352,7 +351,7 @@ PLAIN = {"blocking": whole, "asynchronous": whole_async}
 
 
 def test_without_retries_a_cut_is_an_error(server: Served) -> None:
-    proxy = CuttingProxy(server.url, seed=3, most_bytes=1, most_cuts=1000)
+    proxy = CuttingProxy(server.url, seed=3, most_bytes=1, most_cuts=1000, chance=1.0)
     with RolloutClient(proxy.url, timeout=60) as client:
         with pytest.raises(ServerUnreachable):
             list(client.rollout_stream(MANY, **SMALL))

@@ -39,8 +39,7 @@ class Incoming:
         self.totals = Totals()
         self.end: StreamEnd | None = None
 
-    @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether everything has arrived."""
         return self.end is not None
 
@@ -72,13 +71,13 @@ class Incoming:
         Raises:
             ServerUnreachable: it was not.
         """
-        if not self.ended:
+        if not self.has_ended():
             raise ServerUnreachable(
                 f"the stream broke off after {self.totals.groups} groups, before its closing frame"
             )
 
     def _add(self, group: Group) -> Group:
-        if self.ended or group.group_id in self._had | self._received:
+        if self.has_ended() or group.group_id in self._had | self._received:
             raise MalformedBody(f"group {group.group_id} came twice, or after the end")
         self._received.add(group.group_id)
         self._connection.totals = self._connection.totals.with_group(group)

@@ -79,7 +79,7 @@ def _groups(
     http: httpx.Client, exchange: Exchange, incoming: Incoming, patience: Patience
 ) -> Generator[Group]:
     try:
-        while not incoming.ended:
+        while not incoming.has_ended():
             try:
                 with _connected(http, exchange, incoming) as chunks:
                     for chunk in chunks:
@@ -89,7 +89,7 @@ def _groups(
                 incoming.check_ended()
             except TitoError as error:
                 # A line that is cut behind the closing frame has brought everything.
-                if not incoming.ended or not isinstance(error, ServerUnreachable):
+                if not incoming.has_ended() or not isinstance(error, ServerUnreachable):
                     time.sleep(patience.pause(error))
     except (GeneratorExit, KeyboardInterrupt):
         if incoming.key is not None:  # its work would go on for a while
@@ -144,7 +144,7 @@ async def _async_groups(
     http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, patience: Patience
 ) -> AsyncGenerator[Group, None]:
     try:
-        while not incoming.ended:
+        while not incoming.has_ended():
             try:
                 async with _async_connected(http, exchange, incoming) as chunks:
                     async for chunk in chunks:
@@ -153,7 +153,7 @@ async def _async_groups(
                             yield group
                 incoming.check_ended()
             except TitoError as error:
-                if not incoming.ended or not isinstance(error, ServerUnreachable):
+                if not incoming.has_ended() or not isinstance(error, ServerUnreachable):
                     await asyncio.sleep(patience.pause(error))
     except (GeneratorExit, asyncio.CancelledError):
         if incoming.key is not None:  # its work would go on for a while

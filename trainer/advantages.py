@@ -7,6 +7,7 @@ staleness: the baseline belongs to all that were scored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group_std", "batch_std", "none"]
+Normalise = Literal["sum", "each"]
+"""Whether several rewards are added first, or each made an advantage of its own first."""
 
 STD_EPS = 1e-4
 """Added to the standard deviation, as in TRL; verl adds 1e-6."""
@@ -66,6 +69,38 @@ def group_advantages(
         advantages_N = advantages_N / (_sample_std(rewards, torch.zeros_like(index_N)) + eps)
     # Rounding in the mean of equal rewards would otherwise be divided by eps and leave a residue.
     return torch.where(_all_equal(rewards, index_N), 0.0, advantages_N)
+
+
+def decoupled_advantages(
+    rewards_NK: Tensor,
+    group_ids_N: Tensor,
+    weights_K: Sequence[float],
+    *,
+    baseline: Baseline = "mean",
+    scale: Scale = "group_std",
+    eps: float = STD_EPS,
+) -> Tensor:
+    """Advantages of K rewards, each taken by itself before they are weighed and added (GDPO).
+
+    In a sum of rewards the one that varies most decides the spread by which all are divided. Here
+    each has its own, and the weighted sum is divided by its standard deviation over all samples, so
+    that its scale does not grow with K ("Group reward-Decoupled Normalization Policy
+    Optimization", 2601.05242).
+
+    Args:
+        rewards_NK: float ``[N, K]``, finite and unweighted.
+        group_ids_N, baseline, scale, eps: as for :func:`group_advantages`.
+        weights_K: of each reward.
+
+    Returns:
+        ``[N]``; zero where no reward varies within the group.
+    """
+    total_N = torch.zeros_like(rewards_NK[:, 0])
+    for weight, rewards_N in zip(weights_K, rewards_NK.unbind(1), strict=True):
+        total_N = total_N + weight * group_advantages(
+            rewards_N, group_ids_N, baseline=baseline, scale=scale, eps=eps
+        )
+    return total_N / (_sample_std(total_N, torch.zeros_like(group_ids_N)) + eps)
 
 
 def _group_sum(values_N: Tensor, index_N: Tensor) -> Tensor:

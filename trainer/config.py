@@ -18,6 +18,7 @@ from trainer.rewards import Part
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
+Bound = float | Literal["off"] | None
 DType = Literal["float32", "bfloat16", "float16"]
 Url = Annotated[str, Field(pattern=r"^https?://\S+$")]
 
@@ -146,6 +147,12 @@ class RolloutConfig(_Section):
     temperature: float = Field(
         default=1.0, gt=0.0, le=100.0, description="Greedy samples cannot train."
     )
+    refill_budget: float = Field(
+        default=0.0,
+        ge=0,
+        description="Prompts that may be asked for beyond prompts_per_step, as a share of it, to "
+        "replace groups that teach nothing.",
+    )
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -225,33 +232,58 @@ class ObjectiveConfig(_Section):
     What each means is said in :class:`trainer.objective.Objective`.
     """
 
-    name: str = Field(default="grpo", description="grpo, dapo, dr_grpo, gspo, cispo or rloo.")
+    name: str = Field(default="grpo", description=f"{', '.join(PRESETS)}.")
     surrogate: str | None = None
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
+    clip_low: Bound = Field(default=None, description="off leaves that side open.")
+    clip_high: Bound = None
+    dual_clip: Bound = None
     beta: float | None = Field(default=None, description="Above 0 a frozen reference is loaded.")
-    kl: str | None = None
+    kl: str | None = Field(default=None, description="k1_reward, k2, k3_ratio or k3_forward.")
     reduction: str | None = None
     constant_length: Count | None = Field(
         default=None, description="Of dr_grpo; unset: rollout.max_tokens."
     )
-    baseline: str | None = None
-    scale: str | None = None
+    baseline: str | None = Field(default=None, description="mean or leave_one_out.")
+    scale: str | None = Field(default=None, description="group_std, batch_std or none.")
+    normalise: str | None = Field(
+        default=None, description="sum, or each: before rewards are added."
+    )
+    truncated: str | None = Field(default=None, description="keep, mask or punish.")
+    overlong_cache: Count | None = Field(
+        default=None, description="Of punish: the last tokens before max_tokens, which cost."
+    )
+    overlong_weight: float = Field(default=1.0, gt=0, description="Of punish: cost of the last.")
+    correction: str | None = Field(
+        default=None,
+        description="Of the sampler/trainer mismatch: token, sequence or geometric, then _truncate "
+        "or _mask; or none.",
+    )
+    correction_low: Bound = None
+    correction_high: Bound = None
 
-    def resolve(self, max_tokens: int) -> Objective:
+    def resolve(
+        self, max_tokens: int, rewards: tuple[tuple[str, float], ...] | None = None
+    ) -> Objective:
         """The objective that these keys stand for.
 
         Args:
-            max_tokens: what ``dr_grpo`` divides by when no ``constant_length`` is set.
+            max_tokens: what ``dr_grpo`` divides by when no ``constant_length`` is set, and where
+                ``punish`` ends.
+            rewards: name and weight of each.
 
         Raises:
             ValueError: a name is unknown, or settings contradict each other.
         """
-        changes: dict[str, Any] = self.model_dump(exclude={"name"}, exclude_none=True)
+        apart = {"name", "overlong_cache", "overlong_weight"}
+        changes: dict[str, Any] = self.model_dump(exclude=apart, exclude_none=True)
+        changes = {name: None if value == "off" else value for name, value in changes.items()}
         reduction = changes.get("reduction", PRESETS.get(self.name, {}).get("reduction"))
         if reduction == "dr_grpo" and "constant_length" not in PRESETS.get(self.name, {}):
             changes.setdefault("constant_length", max_tokens)
+        if self.overlong_cache is not None:
+            changes["overlong"] = (max_tokens, self.overlong_cache, self.overlong_weight)
+        if rewards is not None:
+            changes["rewards"] = rewards
         return Objective.named(self.name, **changes)
 
 
@@ -290,6 +322,9 @@ class TrainConfig(_Section):
     seed: int = 0
     checkpoint_every: CountOrNone = Field(default=50, description="Steps; 0: at the end alone.")
     keep_checkpoints: Count = 2
+    keep_batches: CountOrNone = Field(
+        default=100, description="Steps whose samples are kept for replay; 0: none."
+    )
 
 
 class EvaluationConfig(_Section):
@@ -318,9 +353,14 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    def resolved_objective(self) -> Objective:
+        """The loss, with all that decides it: presets, rewards, lengths."""
+        rewards = tuple((part.name, part.weight) for part in self.reward.parts())
+        return self.objective.resolve(self.rollout.max_tokens, rewards)
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        self.objective.resolve(self.rollout.max_tokens)
+        self.resolved_objective()
         evaluation, arithmetic = self.evaluation, self.data.source == "arithmetic"
         if arithmetic and evaluation.path is not None:
             raise ValueError("evaluation.path: arithmetic has held-out problems of its own")

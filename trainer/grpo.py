@@ -35,7 +35,7 @@ from torch import Tensor
 
 from trainer.advantages import group_advantages
 from trainer.kl import exp_ratio, kl_to_reference
-from trainer.mismatch import correction_weights, sequence_mean
+from trainer.mismatch import bucket_name, by_length, correction_weights, sequence_mean
 from trainer.objective import PRESETS, Objective, Reduction
 
 __all__ = [
@@ -143,6 +143,8 @@ class LossSums:
         correction: mismatch weights.
         dropped: tokens with mismatch weight 0.
         max_log_ratio: largest ``|log pi - log old|`` of any token, nats. Joined by maximum.
+        tokens_by_length, dropped_by_length: tokens, and those with mismatch weight 0, by the length
+            of their sequence, see :func:`trainer.mismatch.by_length`.
     """
 
     loss: Tensor
@@ -157,6 +159,8 @@ class LossSums:
     correction: Tensor
     dropped: Tensor
     max_log_ratio: Tensor
+    tokens_by_length: Tensor
+    dropped_by_length: Tensor
 
     def __add__(self, other: LossSums) -> LossSums:
         names = [field.name for field in fields(self) if field.name != "max_log_ratio"]
@@ -167,12 +171,21 @@ class LossSums:
 
     def metrics(self) -> dict[str, float]:
         """Loss, token count and largest log ratio as they are; means over tokens for the rest."""
-        names = [field.name for field in fields(self)]
+        names = [f.name for f in fields(self) if not f.name.endswith("_by_length")]
         # One transfer from the device instead of one for each number.
         values = torch.stack([getattr(self, name).double() for name in names]).tolist()
         sums = dict(zip(names, values, strict=True))
         whole = {name: sums.pop(name) for name in ("loss", "tokens", "max_log_ratio")}
         return whole | {name: value / max(1.0, whole["tokens"]) for name, value in sums.items()}
+
+    def dropped_shares(self) -> dict[str, float]:
+        """Share of tokens with mismatch weight 0, by the length of their sequence (``65-128``)."""
+        pairs = zip(self.dropped_by_length.tolist(), self.tokens_by_length.tolist(), strict=True)
+        return {
+            bucket_name(bucket): dropped / tokens
+            for bucket, (dropped, tokens) in enumerate(pairs)
+            if tokens
+        }
 
 
 def policy_loss(
@@ -212,6 +225,12 @@ def policy_loss(
     old_NT = torch.where(mask_NT, old_logprobs.detach(), 0.0)
     sampler_NT = torch.where(mask_NT, sampler_logprobs.detach(), 0.0)
     advantages_NT = torch.where(mask_NT, advantages.detach()[:, None], 0.0)
+    kl_NT = torch.zeros_like(logprobs_NT)
+    if ref_logprobs is not None:
+        ref_NT = torch.where(mask_NT, ref_logprobs.detach(), 0.0)
+        kl_NT = kl_to_reference(objective.kl, logprobs_NT, ref_NT, old_NT)
+        if objective.kl == "k1_reward":
+            advantages_NT = advantages_NT - objective.beta * kl_NT
 
     ratio_NT = _ratio(objective, logprobs_NT - old_NT, mask_NT)
     low, high = objective.correction_band
@@ -219,14 +238,12 @@ def policy_loss(
         old_NT, sampler_NT, mask_NT, correction=objective.correction, low=low, high=high
     )
     losses_NT = correction_NT * _surrogate(objective, ratio_NT, advantages_NT, logprobs_NT)
-    kl_NT = torch.zeros_like(losses_NT)
-    if ref_logprobs is not None:
-        ref_NT = torch.where(mask_NT, ref_logprobs.detach(), 0.0)
-        kl_NT = kl_to_reference(objective.kl, logprobs_NT, ref_NT, old_NT)
+    if objective.kl != "k1_reward":
         losses_NT = losses_NT + objective.beta * kl_NT
     loss = (weights.to(losses_NT) * losses_NT).sum()
 
     with torch.no_grad():
+        dropped_NT = (correction_NT == 0) & mask_NT
         sums = LossSums(
             loss=loss.detach(),
             tokens=mask_NT.sum(),
@@ -236,8 +253,10 @@ def policy_loss(
             mismatch_k1=kl_to_reference("k1", sampler_NT, old_NT, sampler_NT).sum(),
             mismatch_k3=kl_to_reference("k3_forward", sampler_NT, old_NT, sampler_NT).sum(),
             correction=correction_NT.sum(),
-            dropped=((correction_NT == 0) & mask_NT).sum(),
+            dropped=dropped_NT.sum(),
             max_log_ratio=(logprobs_NT - old_NT).abs().amax(),
+            tokens_by_length=by_length(mask_NT, mask_NT),
+            dropped_by_length=by_length(dropped_NT, mask_NT),
         )
     return loss, sums
 

@@ -52,7 +52,7 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
         CheckpointError: the checkpoint does not fit.
     """
     device = torch.device(_device(config.model.device))
-    objective = config.objective.resolve(config.rollout.max_tokens)
+    objective = config.resolved_objective()
     source = str(checkpoint / "model") if checkpoint else config.model.path
     model, tokenizer = _load(source, config, device)
     reference = None

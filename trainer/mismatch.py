@@ -10,7 +10,7 @@ assumes the trainer's ``old`` policy is reweighted by rho = old / sampler:
 rho is taken per token, over the ``sequence`` as the product over its tokens, or as their
 ``geometric`` mean. The product is the exact weight of a sequence and drifts out of any band as
 sequences grow (0.01 nats a token is a factor 2.7 after 100 tokens), so that long answers are cut
-or dropped first; the geometric mean does not.
+or dropped first; the geometric mean does not. Which lengths are dropped is logged.
 
 A token of weight zero still counts in the denominator of the loss, as in both libraries below.
 Token and sequence forms share their definitions with TRL (``vllm_importance_sampling_mode``) and
@@ -32,6 +32,7 @@ Correction = Literal[
     "token_mask",
     "sequence_truncate",
     "sequence_mask",
+    "geometric_truncate",
     "geometric_mask",
 ]
 
@@ -76,3 +77,25 @@ def correction_weights(
     if form == "truncate":
         return torch.where(mask_NT, rho_NT.clamp(max=high), 0.0)
     return torch.where(mask_NT & (rho_NT >= low) & (rho_NT <= high), rho_NT, 0.0)
+
+
+LENGTH_BUCKETS = 24
+"""Bucket k holds sequences of ``2^(k-1) + 1`` to ``2^k`` tokens, bucket 0 those of at most one."""
+
+
+def by_length(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """Sums of the values of unmasked tokens by the length of their sequence, ``[LENGTH_BUCKETS]``.
+
+    Args:
+        values_NT: any number or bool per token.
+        mask_NT: bool; a sequence is as long as it has true entries.
+    """
+    length_N = mask_NT.sum(1).clamp(min=1)
+    bucket_N = length_N.double().log2().ceil().long().clamp(max=LENGTH_BUCKETS - 1)
+    sum_N = torch.where(mask_NT, values_NT, 0).sum(1).double()
+    return sum_N.new_zeros(LENGTH_BUCKETS).index_add(0, bucket_N, sum_N)
+
+
+def bucket_name(bucket: int) -> str:
+    """Lengths in a bucket, such as ``65-128``."""
+    return f"{2 ** (bucket - 1) + 1}-{2**bucket}" if bucket > 1 else str(2**bucket)

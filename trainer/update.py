@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.protocol import Rollout, Sample
-from trainer.advantages import group_advantages
+from trainer.advantages import decoupled_advantages, group_advantages
 from trainer.batch import Batch, collate, micro_batches
 from trainer.config import Config
 from trainer.errors import TrainerError
@@ -19,6 +20,7 @@ from trainer.grpo import LossSums, policy_loss, token_weights
 from trainer.kl import kl_to_reference
 from trainer.learner import Learner
 from trainer.ledger import NEVER_SCORED, Fate
+from trainer.objective import Objective
 from trainer.policy import token_logprobs
 from trainer.rewards import Outcome, Score
 
@@ -35,6 +37,9 @@ class Update:
         kl_reference: KL(policy || reference), nats per token; NaN without a reference.
         ratio: policy / sampler, mean over tokens.
         clipped: share of tokens whose ratio was clipped.
+        masked: share of tokens that the mismatch correction left without a gradient. They count in
+            the denominator.
+        masked_by_length: the same by the length of their sample, such as ``65-128``.
         gradient_norm: before clipping.
         learning_rate: of the last update.
     """
@@ -46,6 +51,8 @@ class Update:
     kl_reference: float = math.nan
     ratio: float = math.nan
     clipped: float = math.nan
+    masked: float = math.nan
+    masked_by_length: dict[str, float] = field(default_factory=dict)
     gradient_norm: float = math.nan
     learning_rate: float = math.nan
 
@@ -79,18 +86,26 @@ def training_set(
         strict=True,
     )
     scored = [
-        (sample, outcome.value, fate)
+        (sample, outcome, fate)
         for sample, outcome, fate in flat
         if isinstance(outcome, Score) and fate not in NEVER_SCORED
     ]
-    advantages_N = group_advantages(
-        torch.tensor([reward for _, reward, _ in scored]),
+    advantages_N = _advantages(
+        [score for _, score, _ in scored],
         torch.tensor([sample.group_id for sample, _, _ in scored], dtype=torch.int64),
-        baseline=learner.objective.baseline,
-        scale=learner.objective.scale,
+        learner.objective,
     )
     kept = [index for index, (_, _, fate) in enumerate(scored) if fate is Fate.TRAINED]
     return TrainingSet([scored[index][0] for index in kept], advantages_N[kept])
+
+
+def _advantages(scores: Sequence[Score], group_ids_N: Tensor, objective: Objective) -> Tensor:
+    how: dict[str, Any] = {"baseline": objective.baseline, "scale": objective.scale}
+    if objective.normalise == "sum" or not scores:
+        return group_advantages(torch.tensor([s.value for s in scores]), group_ids_N, **how)
+    weights = [weight for _, weight in objective.rewards]
+    parts_NK = torch.tensor([score.parts for score in scores])
+    return decoupled_advantages(parts_NK, group_ids_N, weights, **how)
 
 
 def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
@@ -113,14 +128,15 @@ def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
     packed = not learner.unpacked
     parts = [part.to(learner.device) for part in micro_batches(whole, limit, packed=packed)]
     references = [_reference_logprobs(learner, part, config) for part in parts]
+    starts = [_logprobs_at_start(learner, part, config) for part in parts]
     tally = _Tally()
     for _ in range(config.train.updates_per_rollout):
-        for part, reference in zip(parts, references, strict=True):
+        for part, reference, start in zip(parts, references, starts, strict=True):
             logprobs = policy_logprobs(learner.model, part, config)
             loss, sums = policy_loss(
                 learner.objective,
                 logprobs=logprobs,
-                old_logprobs=part.old_logprobs,
+                old_logprobs=logprobs if start is None else start,
                 sampler_logprobs=part.sampler_logprobs,
                 advantages=part.take(chosen.advantages_N),
                 mask=part.completion_mask,
@@ -150,6 +166,20 @@ def _reference_logprobs(learner: Learner, part: Batch, config: Config) -> Tensor
         return None
     with torch.no_grad():
         return policy_logprobs(learner.reference, part, config)
+
+
+def _logprobs_at_start(learner: Learner, part: Batch, config: Config) -> Tensor | None:
+    """What the ratio is against; None is the policy itself, which a single update starts from.
+
+    Correcting for the mismatch tells the trainer's policy at the start of the step from the
+    sampler's. Without, they are taken for the same.
+    """
+    if learner.objective.correction == "none":
+        return part.old_logprobs
+    if config.train.updates_per_rollout == 1:
+        return None
+    with torch.no_grad():
+        return policy_logprobs(learner.model, part, config)
 
 
 def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
@@ -195,6 +225,8 @@ class _Tally:
             kl_reference=means["kl"] if learner.reference else math.nan,
             ratio=means["ratio"],
             clipped=means["clipped_low"] + means["clipped_high"],
+            masked=means["dropped"],
+            masked_by_length=self.sums.dropped_shares(),
             gradient_norm=sum(self.norms) / updates,
             learning_rate=learner.optimizer.param_groups[0]["lr"],
         )

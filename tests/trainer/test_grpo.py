@@ -56,6 +56,8 @@ KINDS = [
     *VARIANTS.values(),
     {"surrogate": "reinforce", "clip_low": None, "clip_high": None},
     {"correction": "geometric_mask", "correction_low": 0.9, "correction_high": 1.1},
+    {"correction": "geometric_truncate", "correction_high": 1.01},
+    {"beta": 0.1, "kl": "k1_reward"},
 ]
 
 
@@ -447,7 +449,32 @@ def test_formula_shows_every_part() -> None:
         "w    = 1 / (tokens of the step)",
         "A    = (R - group mean) / (group std + 0.0001)",
         "r    = pi / old",
-        "c    = token_truncate of old / sampler, [0, 2]",
+        "k3   = ref / pi - 1 - log(ref / pi)",
+        "c    = token_truncate of old / sampler, [0, 2], without gradient",
+        "old  = pi before the update",
+        "step = samples of groups whose rewards differ",
+    ]
+
+
+def test_formula_shows_rewards_truncation_and_costs() -> None:
+    rewards = (("right", 1.0), ("brief", 0.5))
+    punished = Objective.named("rloo", rewards=rewards, truncated="punish", overlong=(100, 20, 2.0))
+    assert punished.formula().splitlines() == [
+        "loss = sum over tokens of w * (-A log pi)",
+        "w    = 1 / (sequences of the step * 1)",
+        "A    = R - mean of the others in the group",
+        "R    = right + 0.5 brief + 2 min(max((80 - length) / 20, -1), 0)",
+        "step = samples of groups whose rewards differ",
+    ]
+    each = Objective.named(
+        "grpo", rewards=rewards, normalise="each", truncated="mask", beta=0.1, kl="k1_reward"
+    )
+    assert each.formula().splitlines()[2:] == [
+        "A    = (1 A_right + 0.5 A_brief) / (batch std of that + 0.0001) - 0.1 (log old - log ref)",
+        "A_k  = (R_k - group mean) / (group std + 0.0001)",
+        "r    = pi / old",
+        "old  = the sampler's",
+        "step = samples of groups whose rewards differ, but for those cut off at max_tokens",
     ]
 
 
@@ -476,6 +503,23 @@ def test_formula_shows_every_part() -> None:
             "no lower end",
         ),
         ({"correction": "token_mask", "correction_high": 0.5}, "correction_high=0.5"),
+        ({"normalise": "each"}, "needs several rewards"),
+        ({"normalise": "twice"}, "normalise='twice' is none of sum, each"),
+        ({"rewards": (("a", 0.0),)}, "reward weights are"),
+        ({"truncated": "drop"}, "truncated='drop' is none of keep, mask, punish"),
+        ({"truncated": "punish"}, "needs overlong_cache"),
+        ({"overlong": (10, 5, 1.0)}, "punishes nothing"),
+        ({"truncated": "punish", "overlong": (10, 11, 1.0)}, "must be 1 to 10 tokens"),
+        ({"truncated": "punish", "overlong": (10, 5, 0.0)}, "overlong_weight=0.0"),
+        (
+            {
+                "truncated": "punish",
+                "overlong": (10, 5, 1.0),
+                "normalise": "each",
+                "rewards": (("a", 1.0), ("b", 1.0)),
+            },
+            "list a length_penalty reward",
+        ),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, Any], message: str) -> None:

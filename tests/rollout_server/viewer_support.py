@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
+from rollout_server.app import create_app
 from rollout_server.engine import Completion, VersionSpan
 from rollout_server.settings import ServerSettings
+from shared.client import RolloutClient
 from shared.protocol import SamplingSettings
-from tests.rollout_server.engines import Running, running
-from tests.rollout_server.support import FakeEngine
-from trainer.tiny_policy import build_tokenizer
+from tests.rollout_server.engines import Running
+from tests.rollout_server.support import FakeEngine, serving
+from trainer.tiny_policy import build_model, build_tokenizer
 
 HOSTILE = (
     "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"
@@ -52,19 +55,31 @@ class ScriptedEngine(FakeEngine):
         ids = [*self.tokenizer.encode(text), int(self.tokenizer.eos_token_id)]
         kept = ids[:most]
         noise = random.Random(f"{text} {number} {self.served}")
-        logprobs = [-noise.expovariate(1.5) ** 2 for _ in kept]
+        logprobs = [-(noise.expovariate(1.5) ** 2) for _ in kept]
         spans = (VersionSpan(self.version, 0, len(kept)),)
         return Completion(kept, logprobs, "stop" if len(ids) <= most else "length", spans)
 
 
 @contextmanager
 def scripted(
-    model: Path, tmp_path: Path, script: Script, **settings: Any
+    model: Path, tmp_path: Path, script: Script, *, token: str | None = None, **settings: Any
 ) -> Iterator[tuple[Running, ScriptedEngine]]:
-    """A whole server on a socket, but for vLLM."""
+    """A whole server on a socket, but for vLLM; its client has the token."""
     engine = ScriptedEngine(script=script)
     known = ServerSettings(
         model=str(model), staging_dir=tmp_path / "staging", openai_routes=False, **settings
     )
-    with running(known, lambda _: engine) as server:
-        yield server, engine
+    app = create_app(known, build_engine=lambda _: engine)
+    with serving(app) as url, RolloutClient(url, token=token) as client:
+        client.wait_ready(60)
+        yield Running(url, client), engine
+
+
+def untrained(folder: Path) -> Path:
+    """A model that nobody trained, with its tokenizer: all that a scripted engine needs."""
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

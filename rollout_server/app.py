@@ -15,11 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.auth import Authenticator
 from rollout_server.engine import Engine, VLLMEngine
+from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.http import ClientGone, error_answer
 from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
+from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
-from rollout_server.routes import openai, policies, reload, rollout, status, viewer
+from rollout_server.routes import openai, policies, reload, rollout, status, viewer, vllm_rl
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
 from rollout_server.vllm_serving import OpenAIServing
@@ -74,6 +76,10 @@ def create_app(
     app.add_middleware(_RequestMetrics, metrics=metrics)
     for module in (rollout, reload, policies, status):
         app.include_router(module.router)
+    if settings.rl_routes:
+        app.state.pauses = Pauses(startup, settings.rl_silence)
+        app.state.updates = ForeignUpdates(startup, leases, settings.rl_silence)
+        app.include_router(vllm_rl.router)
     if settings.openai_routes:
         app.state.openai = OpenAIServing(settings.model)
         app.include_router(openai.router)

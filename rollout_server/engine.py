@@ -31,7 +31,7 @@ log = logging.getLogger("tito.engine")
 
 _DEATH_POLL_S = 0.1
 _DEATH_POLLS = 20
-_PAUSE_MODES = {PauseMode.KEEP: "keep", PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort"}
+PAUSE_MODES = {PauseMode.KEEP: "keep", PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort"}
 
 T = TypeVar("T")
 
@@ -82,7 +82,13 @@ class Completion:
 
 
 class Engine(Protocol):
-    """What the service needs of an inference engine. Every method may raise EngineDied."""
+    """What the service needs of an inference engine. Every method may raise EngineDied.
+
+    Attributes:
+        held: somebody has paused it for longer than a publish: resume has no effect.
+    """
+
+    held: bool
 
     @property
     def vocab_size(self) -> int:
@@ -149,6 +155,7 @@ class VLLMEngine:
     def __init__(self, settings: ServerSettings) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self.held = False
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         self._llm: AsyncLLM = AsyncLLM.from_engine_args(
             _engine_args(settings, self.worker_extension)
@@ -197,34 +204,45 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         # Without clear_cache, keys and values of the old weights would serve the new ones.
-        await self._while_alive(
-            self._llm.pause_generation(mode=_PAUSE_MODES[mode], clear_cache=True)
+        await self.while_alive(
+            self._llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=True)
         )
 
     async def resume(self) -> None:
-        await self._while_alive(self._llm.resume_generation())
+        if self.held:
+            return
+        await self.while_alive(self._llm.resume_generation())
 
     async def load(self, paths: Sequence[Path]) -> None:
-        arguments = {"paths": [str(path) for path in paths]}
-        call = self._llm.collective_rpc("tito_load_weights", kwargs=arguments)
-        for rank, report in enumerate(await self._while_alive(call)):
+        names = [str(path) for path in paths]
+        reports = await self.call_workers("tito_load_weights", paths=names)
+        for rank, report in enumerate(reports):
             if unchecked := report["parameters"] - report["checked"]:
                 log.warning("worker %d: %d parameters could not be checked", rank, unchecked)
 
     async def stamp(self, version: int) -> None:
-        await self._while_alive(self._llm.update_weight_version(str(version)))
+        await self.while_alive(self._llm.update_weight_version(str(version)))
 
     async def add_adapter(self, adapter: Adapter) -> None:
-        if not await self._while_alive(self._llm.add_lora(_lora_request(adapter))):
+        if not await self.while_alive(self._llm.add_lora(_lora_request(adapter))):
             raise EngineFailure(f"the engine would not take adapter {adapter.name}")
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        await self._while_alive(self._llm.remove_lora(adapter.serial))
+        await self.while_alive(self._llm.remove_lora(adapter.serial))
 
     def shutdown(self) -> None:
         self._llm.shutdown()
 
-    async def _while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker by its name.
+
+        Raises:
+            EngineFailure: one of them raised.
+        """
+        call = self._llm.collective_rpc(method, kwargs=arguments)
+        return list(await self.while_alive(call))
+
+    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to the engine's processes, which never answer if they die meanwhile."""
         task = asyncio.create_task(call)
         try:
@@ -268,6 +286,8 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
+        weight_transfer_config=_weight_transfer(settings),
+        max_logprobs=settings.max_logprobs,
         enable_lora=settings.max_loras > 0,
         max_loras=max(settings.max_loras, 1),
         max_cpu_loras=max(settings.max_loras, 1) * 2,
@@ -278,6 +298,13 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         worker_extension_cls=worker_extension,
         disable_log_stats=True,
     )
+
+
+def _weight_transfer(settings: ServerSettings) -> Any:
+    from vllm.config import WeightTransferConfig
+
+    backend = settings.weight_transfer
+    return None if backend is None else WeightTransferConfig(backend=backend)
 
 
 def _lora_request(adapter: Adapter) -> LoRARequest:

@@ -41,6 +41,16 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
     return await asyncio.to_thread(lambda: _validate(decode(body, content_type), model))
 
 
+async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
+    """Read and validate JSON, whatever the media type says; no body is an empty document.
+
+    Raises:
+        BodyTooLarge, MalformedBody, InvalidRequest: see each.
+    """
+    body = await read_body(request, max_bytes)
+    return await asyncio.to_thread(lambda: _validate(decode(body or b"{}", JSON), model))
+
+
 def read_query(request: Request, model: type[M]) -> M:
     """Validate the query string.
 

@@ -52,7 +52,7 @@ class Leases:
     ) -> None:
         self._file = None if directory is None else directory / _FILE
         self._require = require
-        self._max_ttl_s = max_ttl_s
+        self.max_ttl_s = max_ttl_s
         self._clock = clock
         self._lock = threading.Lock()
         self._committing: Counter[str] = Counter()
@@ -72,8 +72,8 @@ class Leases:
                 when to ask again, ``details`` who holds it.
             InvalidRequest: it would live too long.
         """
-        if ttl_s > self._max_ttl_s:
-            problem = Problem("ttl_seconds", str(ttl_s), f"up to {self._max_ttl_s}")
+        if ttl_s > self.max_ttl_s:
+            problem = Problem("ttl_seconds", str(ttl_s), f"up to {self.max_ttl_s}")
             raise InvalidRequest("the lease would live too long", problems=[problem])
         with self._lock:
             self._drop_expired()

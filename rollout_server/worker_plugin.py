@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from rollout_server.weight_check import Repacking, check_weights
+from rollout_server.weight_receiver import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +93,9 @@ def _mend_cpu_seeds() -> None:
         def get_offset(self) -> int:
             return offset_of_one_draw * self.draws
 
-        def set_offset(self, offset: int) -> None:
+        def set_offset(self, offset: int) -> torch.Generator:
             self.draws = offset // offset_of_one_draw
+            return self
 
         def prepare(self) -> None:
             mixed = xxhash.xxh3_64_intdigest(b"%d %d" % (self.request_seed, self.draws))
@@ -140,7 +142,7 @@ class _StagedCheckpoint:
         return None if file is None else file.get_tensor(name)
 
 
-class WeightLoader:
+class WeightLoader(WeightReceiver):
     """Worker methods of Tito; the names are prefixed because they share the worker's namespace."""
 
     vllm_config: Any

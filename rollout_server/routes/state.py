@@ -6,8 +6,10 @@ from typing import cast
 
 from fastapi import Request
 
+from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
+from rollout_server.pauses import Pauses
 from rollout_server.service import Startup
 from rollout_server.vllm_serving import OpenAIServing
 
@@ -30,3 +32,13 @@ def leases_of(request: Request) -> Leases:
 def openai_of(request: Request) -> OpenAIServing:
     """vLLM's OpenAI-compatible handlers."""
     return cast(OpenAIServing, request.app.state.openai)
+
+
+def pauses_of(request: Request) -> Pauses:
+    """Who has paused the engine."""
+    return cast(Pauses, request.app.state.pauses)
+
+
+def updates_of(request: Request) -> ForeignUpdates:
+    """Weights that come by vLLM's own routes."""
+    return cast(ForeignUpdates, request.app.state.updates)

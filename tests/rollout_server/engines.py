@@ -91,11 +91,14 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    settings: ServerSettings, build_engine: Callable[[ServerSettings], Engine]
+    settings: ServerSettings,
+    build_engine: Callable[[ServerSettings], Engine],
+    *,
+    token: str | None = None,
 ) -> Iterator[Running]:
     """The application with an engine of the test's choice, once it is ready."""
     app = create_app(settings, build_engine=build_engine)
-    with serving(app) as url, RolloutClient(url, timeout=PATIENCE_S) as client:
+    with serving(app) as url, RolloutClient(url, token=token, timeout=PATIENCE_S) as client:
         client.wait_ready(PATIENCE_S)
         yield Running(url, client)
 

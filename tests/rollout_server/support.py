@@ -227,6 +227,7 @@ class FakeEngine:
     cancelled: int = 0
     running: int = 0
     paused: bool = False
+    held: bool = False
     version: int = -1
     gate: threading.Event = field(default_factory=threading.Event)
     load_gate: threading.Event = field(default_factory=threading.Event)
@@ -265,7 +266,7 @@ class FakeEngine:
     async def resume(self) -> None:
         self.calls.append("resume")
         _raise_next(self.resume_errors)
-        self.paused = False
+        self.paused = self.held
 
     async def load(self, paths: Sequence[Path]) -> None:
         self.calls.append("load")

@@ -105,6 +105,13 @@ def server_url(
         yield url
 
 
+@pytest.fixture(scope="session")
+def deterministic_url(start_server: StartServer, tiny_model: Path) -> Iterator[str]:
+    """URL of a server whose seeded rollouts have the same bits again."""
+    with start_server("--model", str(tiny_model), "--deterministic") as url:
+        yield url
+
+
 @pytest.fixture
 def client(server_url: str) -> Iterator[RolloutClient]:
     """A client of the session's server."""

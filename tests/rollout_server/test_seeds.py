@@ -13,7 +13,6 @@ from rollout_server.seeds import seeded
 from shared.client import RolloutClient
 from shared.protocol import Group, Rollout, SamplingSettings
 from shared.resume import continuations
-from tests.conftest import StartServer
 from tests.rollout_server.support import Weights, make_live
 
 PROMPTS = [[(7 * number + place) % 200 for place in range(9)] for number in range(6)]
@@ -29,12 +28,9 @@ def bits(groups: list[Group]) -> list[tuple[bytes, bytes]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def deterministic(start_server: StartServer, tiny_model: Any) -> Iterator[RolloutClient]:
-    with (
-        start_server("--model", str(tiny_model), "--deterministic") as url,
-        RolloutClient(url, timeout=120) as client,
-    ):
+@pytest.fixture
+def deterministic(deterministic_url: str) -> Iterator[RolloutClient]:
+    with RolloutClient(deterministic_url, timeout=120) as client:
         yield client
 
 

@@ -204,8 +204,12 @@ def test_a_server_that_dies_and_returns_costs_no_sample(
     returned: list[str | None] = []
 
     def come_back(run: Run) -> None:
+        def all_current() -> bool:
+            run.servers.ensure()
+            return run.servers.troubles() is None
+
         mortal.start()
-        eventually(lambda: run.servers.ensure() or run.servers.troubles() is None, 60)
+        eventually(all_current, 60)
         mortal.engine.asked.clear()
 
     at_step(monkeypatch, 2, lambda _: mortal.kill())

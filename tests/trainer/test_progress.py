@@ -28,7 +28,7 @@ METRICS = StepMetrics(
     kl_reference=math.nan, ratio=1.002, clipped=0.03, gradient_norm=0.4, learning_rate=1e-5,
     sampled_version=6,
     staleness=0, version=7, tokens_per_second=1234.4, rollout_seconds=1.0, update_seconds=2.0,
-    publish_seconds=0.1,
+    publish_seconds=0.1, trained_length=11.0, trainer_idle_seconds=1.1, sampler_idle_seconds=2.0,
 )  # fmt: skip
 NAN = math.nan
 IDLE = replace(

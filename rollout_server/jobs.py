@@ -23,7 +23,9 @@ from typing import NamedTuple
 from rollout_server.auth import Caller
 from rollout_server.policies import Policies, Policy
 from rollout_server.preconditions import hold
+from rollout_server.recent import RecentGroups, RecentRollout
 from rollout_server.rollouts import RolloutService
+from shared.codec import encode
 from shared.errors import (
     Conflict,
     DeadlineExceeded,
@@ -32,7 +34,7 @@ from shared.errors import (
     Problem,
     TitoError,
 )
-from shared.protocol import IDEMPOTENCY_HEADER, Group, Rollout, RolloutRequest
+from shared.protocol import IDEMPOTENCY_HEADER, MSGPACK, Group, Rollout, RolloutRequest
 
 log = logging.getLogger("tito.jobs")
 
@@ -166,6 +168,7 @@ class Jobs:
         policies: to sample from.
         retention: how long named jobs are there.
         observe: told each group that is finished.
+        recent: where groups are kept to be looked at, if they are.
     """
 
     def __init__(
@@ -175,11 +178,13 @@ class Jobs:
         *,
         retention: Retention,
         observe: Callable[[Group], None],
+        recent: RecentGroups | None = None,
     ) -> None:
         self._rollouts = rollouts
         self._policies = policies
         self._retention = retention
         self._observe = observe
+        self._recent = recent
         self._running: set[Job] = set()
         # By caller and key; the one that was asked for longest ago comes first.
         self._named: OrderedDict[tuple[str, str], Job] = OrderedDict()
@@ -194,6 +199,7 @@ class Jobs:
         Raises:
             InvalidRequest: a setting cannot be used, or the key belongs to another request.
             NotFound: there is no such policy.
+            Overloaded: the queue has no room for it.
         """
         job = None if name is None else self._find(name, request)
         if job is None:
@@ -236,7 +242,7 @@ class Jobs:
         return job
 
     def _begin(self, caller: Caller, request: RolloutRequest, name: Name | None) -> Job:
-        self._rollouts.check(request)
+        self._rollouts.check(caller, request)
         policy = self._policies[request.policy]
         job = Job(caller, name, request.have)
         if name is not None:
@@ -257,13 +263,22 @@ class Jobs:
         # Bad prompts are told of at once, and not after a wait for a version.
         prompts = await self._rollouts.prepare(request)
         await hold(policy, request)
-        job.begin(self._rollouts.heading(request, policy))
+        looked_at: contextlib.AbstractContextManager[RecentRollout | None] = (
+            contextlib.nullcontext()
+            if self._recent is None
+            else self._recent.rollout(job.caller.name, request, prompts, lambda: policy.version)
+        )
+        queued = self._rollouts.admit(job.caller, request, prompts)
+        with queued as reservation, looked_at as rollout:
+            job.begin(self._rollouts.heading(request, policy))
 
-        def finished(group: Group) -> None:
-            self._observe(group)
-            job.add(group)
+            def finished(group: Group) -> None:
+                self._observe(group)
+                if rollout is not None:
+                    rollout.finished(group)
+                job.add(group)
 
-        await self._rollouts.run(request, policy, prompts, finished)
+            await self._rollouts.run(request, policy, prompts, reservation, finished)
 
     def _ended(self, job: Job) -> None:
         job.ended = True
@@ -320,7 +335,7 @@ class Jobs:
 
 def name_of(caller: Caller, key: str, request: RolloutRequest) -> Name:
     """What a request with that key is known by. Takes a while for a large request."""
-    content = request.model_dump_json(exclude=_DELIVERY).encode()
+    content = encode(request.model_dump(exclude=_DELIVERY), MSGPACK)
     return Name(caller.name, key, hashlib.blake2b(content, digest_size=16).hexdigest())
 
 

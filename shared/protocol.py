@@ -23,6 +23,7 @@ from pydantic import (
     Tag,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -103,12 +104,19 @@ class BegunCompletion(BaseModel):
     Text is decoded, and stop strings are looked for, over the whole completion.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     token_ids: list[_TokenId] = Field(fail_fast=True, min_length=1)
     completion_from: _WholeNumber = Field(
         ge=1, description="Index at which the completion begins; at most the number of ids."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_all_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.keys() - cls.model_fields.keys():
+            raise PydanticCustomError("fields", "a map with token_ids and completion_from alone")
+        return value
 
     @field_validator("completion_from")
     @classmethod
@@ -126,8 +134,10 @@ def _prompt_kind(prompt: Any) -> str | None:
     """Which of the four forms a prompt has, so that errors speak of that form alone."""
     if isinstance(prompt, str):
         return "text"
-    if isinstance(prompt, dict | BegunCompletion):
+    if isinstance(prompt, BegunCompletion):
         return "begun"
+    if isinstance(prompt, dict):
+        return "begun" if prompt.keys() & BegunCompletion.model_fields.keys() else None
     if isinstance(prompt, list | tuple) and prompt:
         return "messages" if isinstance(prompt[0], dict | ChatMessage) else "ids"
     return None
@@ -143,7 +153,7 @@ Prompt = Annotated[
         _prompt_kind,
         custom_error_type="prompt",
         custom_error_message=(
-            "a non-empty string, list of token ids, or list of chat messages, "
+            "a non-empty string, a list of token ids, a list of chat messages, "
             "or a map with token_ids and completion_from"
         ),
     ),

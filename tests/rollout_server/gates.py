@@ -27,13 +27,13 @@ class GatedEngine(FakeEngine):
     """Samples at random, so that nothing is the same twice, and holds prompts back.
 
     Attributes:
-        held: first ids of the prompts that do not finish before they are let go.
+        withheld: first ids of the prompts that do not finish before they are let go.
         begun: how often each prompt was given to the engine.
         made: the completions of each prompt, one list for each time that it was sampled.
         length: tokens of a completion; None leaves it to max_tokens.
     """
 
-    held: set[int] = field(default_factory=set)
+    withheld: set[int] = field(default_factory=set)
     begun: Counter[tuple[int, ...]] = field(default_factory=Counter)
     made: dict[tuple[int, ...], list[list[list[int]]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -48,7 +48,7 @@ class GatedEngine(FakeEngine):
         self.running += 1
         try:
             # Tests let go from other threads, so there is no asyncio event to wait for.
-            while prompt[0] in self.held:  # noqa: ASYNC110
+            while prompt[0] in self.withheld:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             if prompt[0] == self.poison:
                 raise self.generate_error or RuntimeError("poisoned")
@@ -87,7 +87,7 @@ def served(
         try:
             yield Served(url, engine, client)
         finally:
-            engine.held.clear()
+            engine.withheld.clear()
 
 
 class CuttingProxy:
@@ -125,7 +125,10 @@ class CuttingProxy:
 
     def _serve(self, here: socket.socket) -> None:
         with self._lock:
-            budgets = [self._budget(0.1), self._budget(self._chance)]  # what is sent, what is answered
+            budgets = [
+                self._budget(0.1),
+                self._budget(self._chance),
+            ]  # what is sent, what is answered
         there = socket.create_connection(self._upstream)
         pairs = [(here, there, budgets[0]), (there, here, budgets[1])]
         for source, sink, budget in pairs:

@@ -213,6 +213,18 @@ def test_no_prompts_at_all(server_url: str) -> None:
         ([USER, {"role": "user", "content": 5}], ""),
         ([{"role": "user"}], ""),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], ""),
+        ({"token_ids": [5, 6]}, ".begun.completion_from"),
+        ({"completion_from": 1}, ".begun.token_ids"),
+        ({"token_ids": [], "completion_from": 1}, ".begun.token_ids"),
+        ({"token_ids": [5, 6], "completion_from": 0}, ".begun.completion_from"),
+        ({"token_ids": [5, 6], "completion_from": 3}, ".begun.completion_from"),
+        ({"token_ids": [5, 6], "completion_from": 1.5}, ".begun.completion_from"),
+        ({"token_ids": [5, -6], "completion_from": 1}, ".begun.token_ids[1]"),
+        ({"token_ids": [5, True], "completion_from": 1}, ".begun.token_ids[1]"),
+        ({"token_ids": "ids", "completion_from": 1}, ".begun.token_ids"),
+        ({"token_ids": [5, 6], "completion_from": 1, "text": "x"}, ".begun"),
+        ({"token_ids": [5, 288], "completion_from": 1}, ".ids[1]"),
+        ({"token_ids": [5] * 1024, "completion_from": 1}, ""),
     ],
 )
 def test_one_bad_prompt_is_named_by_its_index(server_url: str, prompt: Any, where: str) -> None:
@@ -222,6 +234,13 @@ def test_one_bad_prompt_is_named_by_its_index(server_url: str, prompt: Any, wher
     assert all(problem["where"].startswith(f"prompts[1]{where}") for problem in problems)
     assert problems
     assert all(problem["got"] and problem["allowed"] for problem in problems)
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_that_would_leave_out_what_was_begun(server_url: str, penalty: str) -> None:
+    begun = {"token_ids": [5, 6], "completion_from": 1}
+    asked = body(prompts=["x", begun], purpose="eval", **{penalty: 0.5})
+    assert "gone on with" in problem_of(post(server_url, asked), penalty)["allowed"]
 
 
 def test_an_id_outside_the_vocabulary_says_what_is_inside(server_url: str) -> None:

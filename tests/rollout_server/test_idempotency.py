@@ -48,7 +48,7 @@ def server(gated: Served) -> Iterator[Served]:
     engine.made.clear()
     engine.cancelled, engine.poison = 0, None
     yield gated
-    engine.held.clear()
+    engine.withheld.clear()
     eventually(lambda: engine.running == 0)
 
 
@@ -88,12 +88,12 @@ def test_the_same_request_again_is_the_same_rollout(server: Served) -> None:
 
 
 def test_two_at_once_share_the_work(server: Served) -> None:
-    server.engine.held.add(0)
+    server.engine.withheld.add(0)
     key = new_key()
     with ThreadPoolExecutor() as pool:
         asking = [pool.submit(ask, server, key) for _ in range(3)]
         eventually(lambda: server.engine.running == 1 and len(server.engine.made) == 3)
-        server.engine.held.clear()
+        server.engine.withheld.clear()
         answers = {future.result(60).content for future in asking}
     assert len(answers) == 1
     assert set(server.engine.begun.values()) == {1}
@@ -170,7 +170,7 @@ def cancel(server: Served, key: str, token: str | None = None) -> httpx.Response
 
 
 def test_cancelling_by_key(server: Served) -> None:
-    server.engine.held |= {0, 1}
+    server.engine.withheld |= {0, 1}
     key = new_key()
     with ThreadPoolExecutor() as pool:
         asking = pool.submit(ask, server, key)
@@ -185,11 +185,11 @@ def test_cancelling_by_key(server: Served) -> None:
 
 
 def test_work_with_a_key_outlives_its_connection(server: Served) -> None:
-    server.engine.held.add(0)
+    server.engine.withheld.add(0)
     key = new_key()
     request = orjson.dumps({"prompts": PROMPTS, **SMALL})
     hang_up_amid(server, request, key)
-    server.engine.held.clear()
+    server.engine.withheld.clear()
     eventually(lambda: len(server.engine.made) == 4)
     answer = ask(server, key)
     assert answer.status_code == 200
@@ -207,7 +207,7 @@ def hang_up_amid(server: Served, request: bytes, key: str) -> None:
 
 def test_nobody_comes_back_in_time(tiny_model: Path, tmp_path: Path) -> None:
     with served(tiny_model, tmp_path, grace_seconds=0.1) as server:
-        server.engine.held.add(0)
+        server.engine.withheld.add(0)
         hang_up_amid(server, orjson.dumps({"prompts": PROMPTS, **SMALL}), new_key())
         eventually(lambda: server.engine.cancelled == 1)
         assert server.engine.running == 0
@@ -256,11 +256,11 @@ def test_groups_of_a_key_keep_their_version(server: Served, base: Weights) -> No
 
 
 def test_a_stream_goes_on_with_what_is_lacking(server: Served) -> None:
-    server.engine.held |= {1, 3}
+    server.engine.withheld |= {1, 3}
     key = new_key()
     request = {"prompts": PROMPTS, "stream": True, **SMALL}
     hang_up_amid(server, orjson.dumps(request), key)
-    server.engine.held.clear()
+    server.engine.withheld.clear()
     lines = post_with(server, key, stream=True, have=[0, 2], accept=JSON).content.splitlines()
     *groups, end = [f for line in lines if (f := orjson.loads(line))["frame"] != "keepalive"]
     assert sorted(group["group_id"] for group in groups) == [1, 3]
@@ -276,6 +276,15 @@ def test_a_server_that_forgot_the_key_samples_only_what_is_lacking(server: Serve
     response = post_with(server, key, stream=True, have=[0], accept=JSON)
     assert response.status_code == 409
     assert "group 2" in response.json()["error"]["message"]
+
+
+def test_whatever_a_request_may_hold_has_a_fingerprint(server: Served) -> None:
+    key = new_key()
+    odd: dict[str, Any] = {"chat_template_kwargs": {"a": b"\xff\xfe", "b": [None, 2**63, 1e300]}}
+    assert ask(server, key, **odd).status_code == 200
+    assert ask(server, key, **odd).status_code == 200
+    assert ask(server, key, chat_template_kwargs={"a": b"\xff"}).status_code == 422
+    assert set(server.engine.begun.values()) == {1}
 
 
 # Random cuts

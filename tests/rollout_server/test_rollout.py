@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -447,3 +448,57 @@ def test_a_caller_who_hangs_up_does_not_disturb_the_next(
             timeout=0.3,
         )
     assert len(client.rollout([[5]], group_size=2, max_tokens=2).samples) == 2
+
+
+# Completions that were begun before
+
+
+def test_a_begun_completion_is_gone_on_with(
+    client: RolloutClient, live: Weights, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompt, begun = chat_ids(tokenizer, CHAT), tokenizer.encode("so far \u20ac")[:-1]
+    ids = [*prompt, *begun]
+    rollout = client.rollout(
+        [{"token_ids": ids, "completion_from": len(prompt)}, ids],
+        group_size=4,
+        max_tokens=12,
+        ignore_eos=True,
+    )
+    for sample in rollout.samples:
+        assert sample.prompt_ids.tolist() == ids
+        assert len(sample.completion_ids) == len(sample.logprobs) == 12
+        assert_agree(sample.logprobs, live.logprobs(ids, sample.completion_ids.tolist()))
+    for sample in rollout.groups[0].samples:
+        whole = [*begun, *sample.completion_ids.tolist()]
+        assert sample.text == tokenizer.decode(whole, skip_special_tokens=True)
+    for sample in rollout.groups[1].samples:
+        added = sample.completion_ids.tolist()
+        assert sample.text == tokenizer.decode(added, skip_special_tokens=True)
+
+
+@pytest.mark.usefixtures("live")
+def test_a_stop_string_may_begin_before_the_seam(
+    client: RolloutClient, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompt, begun = chat_ids(tokenizer, CHAT), tokenizer.encode("so far")
+    ids: list[PromptLike] = [{"token_ids": [*prompt, *begun], "completion_from": len(prompt)}]
+    asked: dict[str, Any] = {"group_size": 256, "max_tokens": 3, "temperature": 2.0}
+    likely = Counter(
+        first
+        for sample in client.rollout(ids, ignore_eos=True, **asked).samples
+        if (first := (sample.text or "")[len("so far") :][:1]) not in ("", "\ufffd")
+    )
+    firsts = [first for first, _ in likely.most_common(16)]
+    stops = [f"far{first}" for first in firsts]
+    samples = client.rollout(ids, stop=stops, ignore_eos=True, **asked).samples
+    assert stopped(samples)
+    for sample in samples:
+        text = tokenizer.decode([*begun, *sample.completion_ids.tolist()], skip_special_tokens=True)
+        assert sample.text == text
+        ends = any(text.find(stop) >= 0 for stop in stops)
+        assert (sample.finish_reason == "stop") == ends
+        if ends:
+            shorter = [*begun, *sample.completion_ids.tolist()[:-1]]
+            assert not any(stop in tokenizer.decode(shorter) for stop in stops)
+            assert len(sample.logprobs) == len(sample.completion_ids)
+            assert sample.spans[-1].end == len(sample.completion_ids)

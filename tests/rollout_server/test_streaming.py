@@ -44,13 +44,13 @@ def gated(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def server(gated: Served) -> Iterator[Served]:
     """The module's server with nothing held and nothing counted."""
     engine = gated.engine
-    engine.held.clear()
+    engine.withheld.clear()
     eventually(lambda: engine.running == 0)
     engine.begun.clear()
     engine.made.clear()
     engine.cancelled, engine.poison, engine.length = 0, None, None
     yield gated
-    engine.held.clear()
+    engine.withheld.clear()
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def frames_of(content: bytes) -> list[dict[str, Any]]:
 
 
 def test_groups_come_whole_as_soon_as_they_are_finished(server: Served) -> None:
-    server.engine.held |= {0, 1, 2, 3}
+    server.engine.withheld |= {0, 1, 2, 3}
     order = [2, 0, 3, 1]
     arrived: list[Group] = []
     with server.client.rollout_stream(PROMPTS, **SMALL) as stream:
         for expected in order:
-            server.engine.held.remove(expected)
+            server.engine.withheld.remove(expected)
             arrived.append(next(stream))
             assert stream.end is None
         assert next(stream, None) is None
@@ -96,7 +96,7 @@ def test_groups_come_whole_as_soon_as_they_are_finished(server: Served) -> None:
 
 
 def test_the_asynchronous_client_streams_too(server: Served) -> None:
-    server.engine.held |= {0, 1}
+    server.engine.withheld |= {0, 1}
 
     async def run() -> list[int]:
         async with AsyncRolloutClient(server.url, timeout=60) as client:
@@ -105,7 +105,7 @@ def test_the_asynchronous_client_streams_too(server: Served) -> None:
                 async for group in stream:
                     arrived.append(group.group_id)
                     if len(arrived) == 2:
-                        server.engine.held.clear()
+                        server.engine.withheld.clear()
             assert stream.end is not None
             assert stream.end.totals.groups == 4
             return arrived
@@ -150,7 +150,7 @@ def test_the_form_of_the_stream_follows_accept(server: Served, accept: str, expe
 
 
 def test_json_is_one_object_a_line(server: Served) -> None:
-    server.engine.held.add(0)
+    server.engine.withheld.add(0)
     lines = []
     url, headers = f"{server.url}/rollout", {"content-type": JSON, "accept": JSON}
     content = orjson.dumps(body())
@@ -158,7 +158,7 @@ def test_json_is_one_object_a_line(server: Served) -> None:
         for line in response.iter_lines():
             lines.append(orjson.loads(line))
             if len(lines) == 6:
-                server.engine.held.clear()
+                server.engine.withheld.clear()
     kinds = [line["frame"] for line in lines]
     assert kinds[-1] == "end"
     assert kinds.count("group") == 4
@@ -242,7 +242,7 @@ def test_what_fails_while_it_waits_is_told_of_in_the_stream(server: Served) -> N
 
 
 def test_a_failure_comes_after_the_groups_that_were_finished(server: Served) -> None:
-    server.engine.held.add(3)
+    server.engine.withheld.add(3)
     server.engine.poison = 3
     server.engine.generate_error = EngineFailure("the engine failed on a prompt")
     arrived = []
@@ -250,7 +250,7 @@ def test_a_failure_comes_after_the_groups_that_were_finished(server: Served) -> 
         for group in server.client.rollout_stream(PROMPTS, **SMALL):
             arrived.append(group.group_id)
             if len(arrived) == 3:
-                server.engine.held.clear()
+                server.engine.withheld.clear()
     assert sorted(arrived) == [0, 1, 2]
 
 
@@ -292,7 +292,7 @@ STREAMED = orjson.dumps(body())
 def test_closing_the_connection_cancels_the_work(
     server: Served, request_body: bytes, end: str
 ) -> None:
-    server.engine.held |= {1, 2, 3}
+    server.engine.withheld |= {1, 2, 3}
     line = raw_post(server.url, request_body, content_type=JSON)
     eventually(lambda: server.engine.running == 3 and len(server.engine.made) == 1)
     if end == "reset":
@@ -305,7 +305,7 @@ def test_closing_the_connection_cancels_the_work(
 
 def test_a_reader_that_hangs_up_while_it_is_behind_cancels_too(server: Served) -> None:
     server.engine.length = 900
-    server.engine.held.add(0)
+    server.engine.withheld.add(0)
     prompts = [[index, 9] for index in range(60)]
     request = {"prompts": prompts, "stream": True, "group_size": 32, "max_tokens": 900}
     line = raw_post(server.url, orjson.dumps(request), content_type=JSON, accept=JSON)
@@ -317,7 +317,7 @@ def test_a_reader_that_hangs_up_while_it_is_behind_cancels_too(server: Served) -
 
 @pytest.mark.parametrize("retries", [0, 3])
 def test_leaving_the_stream_cancels_the_rest(server: Served, retries: int) -> None:
-    server.engine.held |= {1, 2, 3}
+    server.engine.withheld |= {1, 2, 3}
     for group in server.client.rollout_stream(PROMPTS, retries=retries, **SMALL):
         assert group.group_id == 0
         break
@@ -327,7 +327,7 @@ def test_leaving_the_stream_cancels_the_rest(server: Served, retries: int) -> No
 
 @pytest.mark.parametrize("retries", [0, 3])
 def test_leaving_the_asynchronous_stream_cancels_the_rest(server: Served, retries: int) -> None:
-    server.engine.held |= {1, 2, 3}
+    server.engine.withheld |= {1, 2, 3}
 
     async def run(how: str) -> None:
         async with AsyncRolloutClient(server.url, timeout=60) as client:
@@ -356,7 +356,7 @@ def test_a_stream_that_was_never_started_asks_for_nothing(server: Served) -> Non
 
 
 def test_a_deadline_without_partial_is_an_error(server: Served) -> None:
-    server.engine.held |= {1, 2}
+    server.engine.withheld |= {1, 2}
     with pytest.raises(DeadlineExceeded, match=r"2 of 4 groups were not finished after .* = 0\.2"):
         server.client.rollout(PROMPTS, deadline_seconds=0.2, **SMALL)
     eventually(lambda: server.engine.running == 0)
@@ -367,7 +367,7 @@ def test_a_deadline_without_partial_is_an_error(server: Served) -> None:
 
 
 def test_a_deadline_in_mid_stream_is_an_error_frame(server: Served) -> None:
-    server.engine.held |= {1, 2}
+    server.engine.withheld |= {1, 2}
     arrived = []
     with pytest.raises(DeadlineExceeded):  # noqa: PT012
         for group in server.client.rollout_stream(PROMPTS, deadline_seconds=0.3, **SMALL):
@@ -377,7 +377,7 @@ def test_a_deadline_in_mid_stream_is_an_error_frame(server: Served) -> None:
 
 
 def test_partial_answers_say_what_is_missing(server: Served) -> None:
-    server.engine.held |= {1, 2}
+    server.engine.withheld |= {1, 2}
     asked: dict[str, Any] = {"deadline_seconds": 0.3, "partial": True, **SMALL}
     rollout = server.client.rollout(PROMPTS, **asked)
     assert [group.group_id for group in rollout.groups] == [0, 3]

@@ -153,7 +153,7 @@ class Admission:
         """
         line = self._line(caller)
         most = line.quota.max_running_samples
-        largest = max(cost.samples for cost in groups)
+        largest = max((cost.samples for cost in groups), default=0)
         if most is not None and largest > most:
             problem = Problem("group_size", str(largest), f"{most}, the caller's running samples")
             raise InvalidRequest(f"{caller.name!r} may not run such groups", problems=[problem])
@@ -170,7 +170,7 @@ class Admission:
 
         Args:
             caller: whose turn and quota they take.
-            groups: in the order in which they shall start; at least one.
+            groups: in the order in which they shall start.
 
         Raises:
             InvalidRequest, Overloaded: see :meth:`check`.
@@ -182,7 +182,8 @@ class Admission:
             load.enter(total_of(groups))
         if not line.waiting:
             line.virtual_time = max(line.virtual_time, self._virtual_time)
-        line.waiting[reservation] = None
+        if groups:
+            line.waiting[reservation] = None
         self._dispatch()
         return reservation
 

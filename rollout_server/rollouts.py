@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rollout_server.adapters import AdapterPublisher
+from rollout_server.admission import Admission, Reservation, Slot
+from rollout_server.auth import Caller
 from rollout_server.engine import Completion
 from rollout_server.policies import Policy
 from rollout_server.prompts import PromptEncoder
+from rollout_server.quotas import Cost
 from rollout_server.seam import cut_at_stop
 from rollout_server.seeds import seeded
 from rollout_server.supervisor import Supervisor
@@ -47,6 +51,7 @@ class RolloutService:
         supervisor: runs the engine, which samples token ids.
         encoder: renders prompts and decodes completions.
         adapters: keeps a LoRA adapter loaded while groups are sampled from it.
+        admission: says which group runs next.
         model: name echoed in answers.
         max_model_len: context in tokens.
         max_samples: samples that one request may ask for.
@@ -57,6 +62,7 @@ class RolloutService:
         supervisor: Supervisor,
         encoder: PromptEncoder,
         adapters: AdapterPublisher,
+        admission: Admission,
         *,
         model: str,
         max_model_len: int,
@@ -65,6 +71,7 @@ class RolloutService:
         self._supervisor = supervisor
         self._encoder = encoder
         self._adapters = adapters
+        self._admission = admission
         self._model = model
         self._max_model_len = max_model_len
         self._max_samples = max_samples
@@ -91,42 +98,62 @@ class RolloutService:
         ]
         return await asyncio.to_thread(self._encoder.encode, prompts, request.chat_template_kwargs)
 
+    def admit(
+        self, caller: Caller, request: RolloutRequest, prompts: Sequence[list[int]]
+    ) -> Reservation:
+        """Queue every prompt that is not among the groups that the caller has.
+
+        Raises:
+            InvalidRequest, Overloaded: there is no room for them, ever or now.
+        """
+        size = request.group_size
+        return self._admission.admit(
+            caller,
+            [
+                Cost(size, size * (len(prompts[index]) + request.max_tokens))
+                for index in _wanted(request)
+            ],
+        )
+
     async def run(
         self,
         request: RolloutRequest,
         policy: Policy,
         prompts: Sequence[list[int]],
+        reservation: Reservation,
         finished: Callable[[Group], None],
     ) -> None:
-        """Sample every prompt that is not among the groups that the caller has.
+        """Sample every prompt that was queued, each group when its turn comes.
 
         Args:
             request: checked.
             prompts: ids of each of its prompts.
+            reservation: what :meth:`admit` gave for them.
             finished: told each group as soon as its last sample has ended.
 
         Raises:
             EngineUnavailable, EngineFailure: the engine could not finish; the rest was cancelled.
         """
-        sampling, had = request.sampling(), frozenset(request.have)
+        sampling, wanted = request.sampling(), _wanted(request)
 
-        async def group(index: int, ids: list[int]) -> None:
-            finished(await self._group(index, ids, sampling, request, policy))
+        async def group(slot: Slot) -> None:
+            index = wanted[slot.index]
+            finished(await self._group(index, prompts[index], sampling, request, policy, slot))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index, ids in enumerate(prompts):
-                    if index not in had:
-                        tasks.create_task(group(index, ids))
+                async for slot in reservation:
+                    tasks.create_task(group(slot))
         except ExceptionGroup as failures:
             # The first failure cancelled the others, so it is the one to tell of.
             raise failures.exceptions[0] from None
 
-    def check(self, request: RolloutRequest) -> None:
+    def check(self, caller: Caller, request: RolloutRequest) -> None:
         """Refuse what can be refused without looking at prompts.
 
         Raises:
             InvalidRequest: a setting cannot be used.
+            Overloaded: there is no room in the queue, however short the prompts.
         """
         problems = _training_problems(request) if request.purpose is Purpose.TRAIN else []
         if request.max_tokens >= self._max_model_len:
@@ -145,6 +172,10 @@ class RolloutService:
             problems.append(Problem("group_size", got, f"{self._max_samples} samples a request"))
         if problems:
             raise InvalidRequest("the request cannot be run", problems=problems)
+        size = request.group_size
+        self._admission.check(
+            caller, [Cost(size, size * request.max_tokens)] * len(_wanted(request))
+        )
 
     async def _group(
         self,
@@ -153,9 +184,10 @@ class RolloutService:
         sampling: SamplingSettings,
         request: RolloutRequest,
         policy: Policy,
+        slot: Slot,
     ) -> Group:
         adapter, version = policy.adapter, policy.version
-        with self._adapters.using(adapter):
+        with slot, self._adapters.using(adapter):
             completions = await self._supervisor.generate(
                 ids, seeded(sampling, group_id), request.group_size, adapter
             )
@@ -167,7 +199,7 @@ class RolloutService:
                 _sample(group_id, prompt_ids, made, text, _spans(made, policy, version))
                 for made, text in self._read(completions, begun, request)
             )
-            return Group(group_id, prompt_ids, samples)
+            return Group(group_id, prompt_ids, samples, id=secrets.token_hex(8))
 
         # Off the loop: decoding and copying a large group takes a while.
         return await asyncio.to_thread(group)
@@ -185,6 +217,12 @@ class RolloutService:
         if request.text:
             texts = self._encoder.decode([[*begun, *made.token_ids] for made in completions])
         return list(zip(completions, texts, strict=True))
+
+
+def _wanted(request: RolloutRequest) -> list[int]:
+    """Indices of the prompts whose groups the caller does not have yet."""
+    had = frozenset(request.have)
+    return [index for index in range(len(request.prompts)) if index not in had]
 
 
 def _begun(prompt: Prompt) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_server.adapters import AdapterPublisher
+from rollout_server.admission import Admission
 from rollout_server.checkpoints import (
     SERVED_DTYPES,
     Checkpoint,
@@ -26,6 +27,7 @@ from rollout_server.metrics import Metrics
 from rollout_server.policies import Policies, Policy
 from rollout_server.prompts import PromptEncoder
 from rollout_server.publishing import Publisher
+from rollout_server.recent import RecentGroups
 from rollout_server.rollouts import RolloutService
 from rollout_server.settings import ServerSettings
 from rollout_server.spool import Spool, open_spool
@@ -59,6 +61,7 @@ class Service:
     policies: Policies
     publisher: Publisher
     adapters: AdapterPublisher
+    admission: Admission
     rollouts: RolloutService
     jobs: Jobs
 
@@ -83,6 +86,8 @@ class Service:
                 "max_prompts": MAX_PROMPTS,
                 "max_group_size": MAX_GROUP_SIZE,
                 "max_samples": settings.max_samples,
+                "max_queued_samples": settings.max_queued_samples,
+                "max_queued_tokens": settings.max_queued_tokens,
                 "max_body_bytes": settings.max_body_bytes,
                 "max_upload_bytes": settings.max_upload_bytes,
             },
@@ -96,6 +101,7 @@ class Startup:
         settings: of the server.
         build_engine: constructs the engine; called in a thread, since it takes a while.
         metrics: told what the service does.
+        recent: where groups are kept to be looked at, if they are.
     """
 
     def __init__(
@@ -103,9 +109,11 @@ class Startup:
         settings: ServerSettings,
         build_engine: Callable[[ServerSettings], Engine],
         metrics: Metrics,
+        recent: RecentGroups | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._recent = recent
         self._supervisor = Supervisor(
             partial(build_engine, settings), recovery_seconds=settings.recovery_seconds
         )
@@ -183,10 +191,14 @@ class Startup:
             ended=self._metrics.observe_publish,
         )
         adapters.restore(policies.default.digest)
+        admission = Admission(settings.bounds, refused=self._metrics.observe_refusal)
+        if self._recent is not None:
+            self._recent.queued = lambda: admission.queued.samples
         rollouts = RolloutService(
             supervisor,
             encoder,
             adapters,
+            admission,
             model=settings.model,
             max_model_len=settings.max_model_len,
             max_samples=settings.max_samples,
@@ -195,8 +207,18 @@ class Startup:
             settings.grace_seconds, settings.kept_seconds, settings.kept_mib << 20
         )
         observe = self._metrics.observe_group
-        jobs = Jobs(rollouts, policies, retention=retention, observe=observe)
-        return Service(settings, supervisor, encoder, policies, publisher, adapters, rollouts, jobs)
+        jobs = Jobs(rollouts, policies, retention=retention, observe=observe, recent=self._recent)
+        return Service(
+            settings,
+            supervisor,
+            encoder,
+            policies,
+            publisher,
+            adapters,
+            admission,
+            rollouts,
+            jobs,
+        )
 
 
 def _model_parts(model: str) -> tuple[Path, Any, Any]:

@@ -44,7 +44,9 @@ async def metrics(request: Request) -> Response:
     """In Prometheus' text form."""
     registry = metrics_of(request)
     try:
-        startup_of(request).service.check_ready()
+        service = startup_of(request).service
+        registry.observe_queue(service.admission.queued, service.admission.running_samples)
+        service.check_ready()
         registry.ready.set(1)
     except EngineUnavailable:
         registry.ready.set(0)

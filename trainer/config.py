@@ -70,6 +70,11 @@ class ServerConfig(_Section):
     publish_dtype: DType = Field(
         default="bfloat16", description="What weights are cast to for sending."
     )
+    transport: Literal["full", "delta"] = Field(
+        default="full",
+        description="delta sends what has changed, at the price of a copy of the weights for each "
+        "server in this process's memory; publish_dtype must be what the servers serve.",
+    )
 
     @model_validator(mode="after")
     def _differ(self) -> Self:

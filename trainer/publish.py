@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.client import RolloutClient
+from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec
 
@@ -71,15 +72,21 @@ def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
 
 
 def publish(
-    client: RolloutClient, model: nn.Module, dtype: torch.dtype, *, fence: int
+    client: RolloutClient,
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    fence: int,
+    base: DeltaBase | None = None,
 ) -> ReloadResult:
     """Make the server sample from ``model``; returns the version that it now serves.
 
     Args:
         fence: number of the lease that gives the right to.
+        base: what this server was sent last; only changes to it are sent, where it still has that.
 
     Raises:
         WeightsRejected: the server refused them and still serves what it served before.
         Conflict: the lease has passed to somebody else.
     """
-    return client.reload(checkpoint_tensors(model, dtype), fence=fence)
+    return client.reload(checkpoint_tensors(model, dtype), base=base, fence=fence)

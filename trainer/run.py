@@ -15,6 +15,7 @@ import transformers
 from rich.console import Console
 
 from shared.client import RolloutClient
+from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
 from trainer import evaluate, publish
 from trainer.checkpoint import (
@@ -161,15 +162,19 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
 
 def _servers(config: Config, learner: Learner, began: RunState) -> ServerPool:
     dtype = getattr(torch, config.server.publish_dtype)
+    servers = [
+        Server(url, connect(config, url), probe=connect(config, url, _PROBE_TIMEOUT_S))
+        for url in config.server.every_url()
+    ]
+    with_deltas = config.server.transport == "delta"
+    bases = {server.client: DeltaBase() for server in servers} if with_deltas else {}
 
     def send(client: RolloutClient, fence: int) -> ReloadResult:
-        return publish.publish(client, learner.model, dtype, fence=fence)
+        base = bases.get(client)
+        return publish.publish(client, learner.model, dtype, fence=fence, base=base)
 
     return ServerPool(
-        [
-            Server(url, connect(config, url), probe=connect(config, url, _PROBE_TIMEOUT_S))
-            for url in config.server.every_url()
-        ],
+        servers,
         send,
         Published(began.published),
         holder=_holder(Path(config.train.output)),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer.checkpoint import (
     RunState,
     latest_checkpoint,
     random_states,
+    read_queue,
     read_state,
     restore_random_states,
     restore_trainer,
@@ -66,7 +67,9 @@ def step(
     return take
 
 
-def save(root: Path, learner: Learner, step: int = 2, keep: int = 2) -> Path:
+def save(
+    root: Path, learner: Learner, step: int = 2, keep: int = 2, queue: Sequence[Any] = ()
+) -> Path:
     return save_checkpoint(
         root,
         RunState(step, step * 8, 5, "d"),
@@ -75,6 +78,7 @@ def save(root: Path, learner: Learner, step: int = 2, keep: int = 2) -> Path:
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
         keep=keep,
+        queue=queue,
     )
 
 
@@ -174,6 +178,27 @@ def test_a_crash_while_writing_leaves_the_one_before(
     build_learner(config, latest_checkpoint(tmp_path))
     save(tmp_path, learner, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
+
+
+def test_a_queue_is_kept_beside_the_rest(tmp_path: Path, config: Config) -> None:
+    learner = build_learner(config, None)
+    queue = [{"step": 3, "portions": [{"position": 16, "count": 8, "answer": None}]}]
+    path = save(tmp_path, learner, queue=queue)
+    assert read_queue(path) == queue
+    (path / "queue.msgpack").write_bytes(b"\xc1")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_queue(path)
+    # A checkpoint from before there were queues.
+    (path / "queue.msgpack").unlink()
+    assert read_queue(path) == []
+
+
+def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path, config: Config) -> None:
+    learner = build_learner(config, None)
+    path = save(tmp_path, learner)
+    written = (path / "trainer.pt").stat().st_mtime_ns
+    assert save(tmp_path, learner) == path
+    assert (path / "trainer.pt").stat().st_mtime_ns == written
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

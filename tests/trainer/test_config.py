@@ -141,6 +141,18 @@ def test_missing_model_is_one_clear_problem() -> None:
         parse_config({})
 
 
+def test_servers_are_one_or_several_and_each_once() -> None:
+    def urls(**server: object) -> tuple[str, ...]:
+        return parse_config({**MODEL, "server": server}).server.every_url()
+
+    assert urls(url="http://a:1") == ("http://a:1",)
+    assert urls(url="http://a:1", urls=["http://b:1", "http://c:1"]) == ("http://b:1", "http://c:1")
+    with pytest.raises(ConfigError, match="names a server twice"):
+        urls(urls=["http://b:1", "http://b:1/"])
+    with pytest.raises(ConfigError, match=r"server\.urls\.0"):
+        urls(urls=["b:1"])
+
+
 def test_dr_grpo_divides_by_max_tokens_unless_told() -> None:
     def length(**objective: object) -> int | None:
         rollout = {"max_tokens": 77}

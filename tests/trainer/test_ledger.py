@@ -44,6 +44,16 @@ def test_unusable_samples_do_not_count_as_peers(make_sample: Callable[..., Sampl
     ]
 
 
+def test_stale_samples_are_no_peers_whatever_they_scored(
+    make_sample: Callable[..., Sample],
+) -> None:
+    samples = [make_sample(version=v) for v in (1, 4, 4)]
+    found = fates_of_group(samples, [GOOD, BAD, BAD], is_stale=lambda s: s.version < 4)
+    assert found == [Fate.STALE, Fate.ZERO_VARIANCE, Fate.ZERO_VARIANCE]
+    whole = fates_of_group(samples, [GOOD, BAD, BAD], is_stale=lambda _: True)
+    assert (set(whole), fate_of(whole)) == ({Fate.STALE}, Fate.STALE)
+
+
 @pytest.fixture
 def step(
     make_sample: Callable[..., Sample], make_rollout: Callable[..., Rollout]

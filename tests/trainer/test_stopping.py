@@ -93,12 +93,14 @@ def test_the_second_signal_quits_at_once(
 
 def test_signals_are_noted_and_then_as_they_were() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    requested = []
     with stop_on_signals() as stop:
-        assert not stop.requested
+        requested.append(stop.requested)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.requested
+        requested.append(stop.requested)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert requested == [False, True]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

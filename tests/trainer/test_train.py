@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
+from shared.delta_sender import DeltaBase
 from shared.errors import Conflict
 from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
@@ -205,16 +206,48 @@ def test_somebody_elses_publish_is_noticed(
 ) -> None:
     publish_once = publish.publish
 
-    def publish_twice(client: RolloutClient, model: Any, dtype: Any, *, fence: int) -> Any:
-        answer = publish_once(client, model, dtype, fence=fence)
+    def publish_twice(client: RolloutClient, model: Any, dtype: Any, **options: Any) -> Any:
+        answer = publish_once(client, model, dtype, **options)
         model.model.norm.weight.data.mul_(2.0)
-        publish_once(client, model, dtype, fence=fence)
+        publish_once(client, model, dtype, **options)
         return answer
 
     monkeypatch.setattr(publish, "publish", publish_twice)
     with pytest.raises(MismatchError, match="does another run publish to it"):
         run(run_config(evaluation={"prompts": 0}))
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("transport", ["full", "delta"])
+def test_samples_in_flight_are_stale_by_the_steps_between(
+    run_config: RunConfig,
+    server_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+) -> None:
+    deltas: list[int] = []
+    encode = DeltaBase.encode
+
+    def spy(base: DeltaBase, tensors: Any) -> Any:
+        deltas.append(len(tensors))
+        return encode(base, tensors)
+
+    monkeypatch.setattr(DeltaBase, "encode", spy)
+    # Long samples, so that a publish falls into some of them.
+    config = run_config(
+        server={"url": server_url, "transport": transport},
+        rollout={"max_tokens": 60},
+        train={"steps": 5, "max_staleness": 2},
+        evaluation={"prompts": 0},
+    )
+    with RolloutClient(server_url) as client:
+        before = client.info().version
+        run(config)
+        assert client.info().version == before + 6
+    metrics = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert all(m["updates"] == 1 and 0 <= m["staleness"] <= 2 for m in metrics)
+    assert len(deltas) == (5 if transport == "delta" else 0)
 
 
 def test_two_runs_do_not_share_a_server(run_config: RunConfig, server_url: str) -> None:

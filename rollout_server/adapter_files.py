@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from rollout_server import staging
-from rollout_server.checkpoints import Checkpoint, Manifest, content_digest, not_finite, reject_if
+from rollout_server.checkpoints import Checkpoint, Manifest, check_tensor, content_digest, reject_if
 from shared.errors import MalformedBody, Problem, WeightsRejected
 from shared.protocol import ADAPTER_CONFIG_KEY
 from shared.weights import PREFIX_BYTES, TensorSpec, header_length, header_metadata
@@ -84,7 +84,7 @@ def verify_adapter(
             raise WeightsRejected(f"the adapter's digest is {digest}, not {announced} as announced")
         # The engine rounds adapters to the dtype in which it serves the base.
         served = next(iter(manifest.required.values())).dtype
-        bad = (not_finite(sent, replace(spec, dtype=served)) for spec in sent.specs.values())
+        bad = (check_tensor(sent, name, served).problem for name in sent.specs)
         reject_if([p for p in bad if p], "the adapter holds values that are not finite")
     whole = f"{digest}\n{base}\n{json.dumps(config, sort_keys=True)}\n"
     return xxhash.xxh3_128_hexdigest(whole.encode())

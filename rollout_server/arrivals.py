@@ -8,7 +8,6 @@ verified when the last byte is in.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import IO, Protocol
 from rollout_server.checkpoints import (
     Checkpoint,
     Manifest,
-    TensorCheck,
     Verified,
-    check_tensor,
     reject_unfit,
     verify,
 )
 from rollout_server.staging import write_all
+from rollout_server.tensor_check import TensorCheck, TensorLook
 from shared.delta_reader import OPENING_BYTES, parse_base
 from shared.errors import BodyTooLarge, MalformedBody
 from shared.weights import PREFIX_BYTES, TRAILER_BYTES, TensorRange, header_length, parse_header
@@ -82,25 +80,26 @@ class CheckpointArrival:
         self._trailer_bytes = TRAILER_BYTES if trailer else 0
         self._max_bytes = max_bytes
         self._file: IO[bytes] = (folder / SENT_FILE).open("wb", buffering=0)
-        self._head = bytearray()
-        self._tail = b""
-        self._sent: Checkpoint | None = None
+        self._head, self._tail = bytearray(), b""
         self._position = self._end = 0
         self._ahead: deque[TensorRange] = deque()
+        self._look: TensorLook | None = None
         self._checks: dict[str, TensorCheck] = {}
 
     def take(self, pieces: Sequence[bytes]) -> None:
-        if self._sent is None:
+        if not self._end:
             for piece in pieces:
                 self._head += piece
-            pieces = [bytes(self._head)] if self._begin() else []
-        self._write(pieces)
-        while self._sent and self._ahead and self._ahead[0].end <= self._position:
-            name = self._ahead.popleft().spec.name
-            self._checks[name] = check_tensor(self._sent, name, self._manifest)
+            if not self._begins():
+                return
+            pieces = [bytes(self._head)]
+        content = self._cut(pieces)
+        write_all(self._file.fileno(), content)
+        for piece in content:
+            self._look_at(piece)
 
-    def _begin(self) -> bool:
-        """Whether the header is here, and then fits."""
+    def _begins(self) -> bool:
+        """Whether the header is here, in which case it fits the model."""
         if len(self._head) < PREFIX_BYTES:
             return False
         end = PREFIX_BYTES + header_length(bytes(self._head[:PREFIX_BYTES]))
@@ -111,25 +110,35 @@ class CheckpointArrival:
         self._end = max((item.end for item in ranges), default=end)
         if self._end > self._max_bytes:
             raise BodyTooLarge(f"the upload exceeds {self._max_bytes} bytes")
-        # At its final size from the start, so that tensors can be mapped as they are completed.
-        self._file.truncate(self._end)
-        os.pwrite(self._file.fileno(), self._head[:end], 0)
-        self._sent = Checkpoint([self._folder / SENT_FILE])
         return True
 
-    def _write(self, pieces: Sequence[bytes]) -> None:
-        content: list[bytes] = []
+    def _cut(self, pieces: Sequence[bytes]) -> list[bytes]:
+        """What of the pieces belongs to the file; the rest is its digest."""
+        content, room = [], self._end - self._position
         for piece in pieces:
-            room = self._end - self._position
-            self._tail += piece[room:]
-            if len(self._tail) > self._trailer_bytes:
-                raise MalformedBody(f"the checkpoint goes on after byte {self._end}, its end")
             content.append(piece[:room])
-            self._position += min(room, len(piece))
-        write_all(self._file.fileno(), content)
+            self._tail += piece[room:]
+            room -= len(content[-1])
+        if len(self._tail) > self._trailer_bytes:
+            raise MalformedBody(f"the checkpoint goes on after byte {self._end}, its end")
+        return content
+
+    def _look_at(self, piece: bytes) -> None:
+        start, self._position = self._position, self._position + len(piece)
+        while self._ahead and self._ahead[0].start <= self._position:
+            item = self._ahead[0]
+            if self._look is None:
+                served = self._manifest.served_dtype(item.spec.name)
+                self._look = TensorLook(item.spec, served)
+            self._look.update(memoryview(piece)[max(item.start - start, 0) : item.end - start])
+            if item.end > self._position:
+                return
+            self._checks[item.spec.name] = self._look.result()
+            self._look = None
+            self._ahead.popleft()
 
     def verified(self) -> Verified:
-        if self._sent is None or self._position < self._end:
+        if not self._end or self._position < self._end:
             header_length(bytes(self._head[:PREFIX_BYTES]))
             raise MalformedBody(
                 f"the checkpoint is cut short: it is {self._position or len(self._head)} bytes; "
@@ -137,9 +146,11 @@ class CheckpointArrival:
             )
         announced = self._digest() if self._trailer_bytes else self._announced
         canonical = self._folder / CANONICAL_FILE
-        verified = verify(self._sent, self._manifest, announced, canonical, self._checks)
-        if verified.files == (canonical,):
-            (self._folder / SENT_FILE).unlink()
+        file = self._folder / SENT_FILE
+        with Checkpoint([file]) as sent:
+            verified = verify(sent, self._manifest, announced, canonical, self._checks)
+        if file not in verified.files:
+            file.unlink()
         return verified
 
     def _digest(self) -> str:
@@ -148,8 +159,6 @@ class CheckpointArrival:
         return self._tail.decode()
 
     def close(self) -> None:
-        if self._sent is not None:
-            self._sent.close()
         self._file.close()
 
 

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 import xxhash
 
+from rollout_server.tensor_check import TensorCheck, TensorLook
 from shared.errors import MalformedBody, Problem, WeightsRejected
 from shared.weights import (
     PREFIX_BYTES,
@@ -134,6 +135,10 @@ class Manifest:
         }
         return cls(served, {a: b for a, b in aliases.items() if b in served})
 
+    def served_dtype(self, name: str) -> str:
+        """The dtype in which a tensor is served, be it a tied one."""
+        return self.required[self.tied.get(name, name)].dtype
+
     def problems(self, sent: dict[str, TensorSpec]) -> list[Problem]:
         """Everything by which a checkpoint's tensors differ from what the model needs."""
         known = self.required | {a: replace(self.required[b], name=a) for a, b in self.tied.items()}
@@ -169,23 +174,11 @@ class Verified:
     base: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorCheck:
-    """What one look at a tensor's bytes tells.
-
-    Attributes:
-        hash: of the bytes as they were sent.
-        problem: what is wrong if some value is not finite in the dtype that it is served in.
-    """
-
-    hash: str
-    problem: Problem | None
-
-
-def check_tensor(sent: Checkpoint, name: str, manifest: Manifest) -> TensorCheck:
-    """Look at one tensor of a checkpoint whose names, shapes and dtypes are right."""
-    spec = manifest.required.get(name)
-    return TensorCheck(_hash(sent.data(name)), not_finite(sent, spec) if spec else None)
+def check_tensor(sent: Checkpoint, name: str, served: str) -> TensorCheck:
+    """Look at one tensor of a checkpoint, which will be served in the given dtype."""
+    look = TensorLook(sent.specs[name], served)
+    look.update(sent.data(name))
+    return look.result()
 
 
 def check_tensors(sent: Checkpoint, manifest: Manifest) -> dict[str, TensorCheck]:
@@ -196,7 +189,9 @@ def check_tensors(sent: Checkpoint, manifest: Manifest) -> dict[str, TensorCheck
     """
     reject_unfit(sent.specs, manifest)
     with ThreadPoolExecutor() as pool:
-        checks = pool.map(lambda name: check_tensor(sent, name, manifest), sent.specs)
+        checks = pool.map(
+            lambda name: check_tensor(sent, name, manifest.served_dtype(name)), sent.specs
+        )
         return dict(zip(sent.specs, checks, strict=True))
 
 
@@ -270,19 +265,6 @@ def _untied(sent: Checkpoint, manifest: Manifest) -> list[Problem]:
         for alias, name in manifest.tied.items()
         if alias in sent.specs and not torch.equal(sent.tensor(alias), sent.tensor(name))
     ]
-
-
-def not_finite(sent: Checkpoint, spec: TensorSpec) -> Problem | None:
-    """What is wrong with a tensor if some value is not finite in the dtype of ``spec``."""
-    if spec.dtype not in TORCH_DTYPES:
-        return None
-    # The cast comes first: a large float32 can become infinite in half precision.
-    values = sent.tensor(spec.name).to(TORCH_DTYPES[spec.dtype])
-    # Extremes are NaN if any value is, and take a fiftieth of the time that isfinite() takes.
-    if not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all()):
-        return None
-    count = int((~torch.isfinite(values)).sum())
-    return Problem(spec.name, f"{count} NaN or infinite values", "finite values")
 
 
 def canonical_tensors(

@@ -14,20 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from rollout_server.checkpoints import Checkpoint, Manifest, canonical_tensors, reject_if
+from rollout_server.tensor_check import count_not_finite, not_finite
 from shared.delta import Frame, apply_frame, block_ranges
 from shared.delta_reader import parse_delta
-from shared.errors import MalformedBody, Problem, WeightsRejected
+from shared.errors import MalformedBody, WeightsRejected
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
 _THREADS = min(8, os.cpu_count() or 1)
-_EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF << 52}
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,14 +69,8 @@ def apply_delta(delta_path: Path, base: Checkpoint, manifest: Manifest, out: Pat
     for frame in delta.frames:
         frames.setdefault(frame.spec.name, {})[frame.block] = frame
     written = _write(canonical_tensors(base, manifest), frames, manifest, out)
-    reject_if(
-        [
-            Problem(w.spec.name, f"{w.broken} NaN or infinite values", "finite values")
-            for w in written
-            if w.broken
-        ],
-        "the delta holds values that are not finite",
-    )
+    problems = [not_finite(w.spec.name, w.broken) for w in written]
+    reject_if([p for p in problems if p], "the delta holds values that are not finite")
     digest = checkpoint_digest((w.spec, w.hash) for w in written)
     if digest != delta.digest:
         raise WeightsRejected(
@@ -143,18 +135,11 @@ def _write_tensor(
         content: bytearray | memoryview = data[where]
         if frame := frames.get(block):
             content = bytearray(content)
-            broken += _not_finite(spec, apply_frame(content, frame))
+            bits = apply_frame(content, frame)
+            broken += count_not_finite(bits, spec.dtype, spec.dtype)
         whole.update(content)
         _write_at(fd, content, offset + where.start)
     return _Written(spec, whole.hexdigest(), broken)
-
-
-def _not_finite(spec: TensorSpec, bits: NDArray[Any]) -> int:
-    """How many values, given as their bits, are NaN or infinite."""
-    exponent = _EXPONENT.get(spec.dtype)
-    if exponent is None:
-        return 0
-    return int(np.count_nonzero((bits & exponent) == exponent))
 
 
 def _write_at(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:

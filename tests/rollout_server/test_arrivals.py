@@ -130,7 +130,7 @@ def test_tensors_are_looked_at_as_soon_as_they_are_whole(begin: Begin, tensors: 
     arrival.take([raw[: end - 1]])
     assert arrival._checks == {}
     arrival.take([raw[end - 1 : end]])
-    assert set(arrival._checks) == {"embed", "none"}
+    assert set(arrival._checks) == {"embed", "none"}  # which has no bytes to wait for
     arrival.take([raw[end:]])
     with pytest.raises(WeightsRejected, match="embed: got 1 NaN"):
         arrival.verified()

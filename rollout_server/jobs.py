@@ -12,51 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rollout_server.auth import Caller
+from rollout_server.job import Job, Name
 from rollout_server.policies import Policies, Policy
 from rollout_server.preconditions import hold
 from rollout_server.recent import RecentGroups, RecentRollout
 from rollout_server.rollouts import RolloutService
-from shared.codec import encode
 from shared.errors import (
     Conflict,
     DeadlineExceeded,
+    EngineFailure,
     EngineUnavailable,
     InvalidRequest,
     Problem,
     TitoError,
 )
-from shared.protocol import IDEMPOTENCY_HEADER, MSGPACK, Group, Rollout, RolloutRequest
+from shared.protocol import IDEMPOTENCY_HEADER, Group, RolloutRequest
 
 log = logging.getLogger("tito.jobs")
 
-_DELIVERY = {"stream", "have", "packed"}
-"""Fields that may differ when a request is sent again: how it is answered, not what is run."""
 _CLOSING = EngineUnavailable("the server is closing")
-_OBJECT_BYTES = 512
-"""About what a sample takes besides its arrays and text."""
-
-
-class Name(NamedTuple):
-    """What a job is known by.
-
-    Attributes:
-        caller: keys of different callers are different.
-        key: as the caller gave it.
-        fingerprint: of the request that it stands for.
-    """
-
-    caller: str
-    key: str
-    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,92 +52,6 @@ class Retention:
     grace_s: float
     kept_s: float
     kept_bytes: int
-
-
-class Job:
-    """One rollout: running, finished or failed.
-
-    Attributes:
-        caller: who asked for it first.
-        name: None unless the caller gave it a key.
-        had: groups that the caller had before, and which are not sampled.
-        heading: the answer without its groups, once sampling has begun.
-        groups: finished so far, in the order in which they finished.
-        missing: group ids of prompts that were not finished by the deadline.
-        failure: why there is no complete answer.
-        ended: nothing more comes.
-        attached: how many connections wait for it.
-        size: bytes that its groups take, about.
-    """
-
-    def __init__(self, caller: Caller, name: Name | None, had: Iterable[int]) -> None:
-        self.caller = caller
-        self.name = name
-        self.had = frozenset(had)
-        self.heading: Rollout | None = None
-        self.groups: list[Group] = []
-        self.missing: tuple[int, ...] = ()
-        self.failure: Exception | None = None
-        self.ended = False
-        self.attached = 0
-        self.size = _OBJECT_BYTES
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def news(self) -> asyncio.Event:
-        """Set at the next change. Take it before looking, and wait for it after."""
-        return self._news
-
-    def tell(self) -> None:
-        """Wake whoever waits for news."""
-        self._news.set()
-        self._news = asyncio.Event()
-
-    def begin(self, heading: Rollout) -> None:
-        """Sampling begins."""
-        self.heading = heading
-        self.tell()
-
-    def add(self, group: Group) -> None:
-        """A group is finished."""
-        self.groups.append(group)
-        self.size += _size(group)
-        self.tell()
-
-    def stop(self, reason: TitoError) -> None:
-        """Cancel what is still under way."""
-        if self.task is not None and not self.task.done():
-            self.failure = reason
-            self.task.cancel()
-
-    async def begun(self, seconds: float) -> None:
-        """Wait until sampling has begun, but not longer than that.
-
-        Raises:
-            TitoError: it never will.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self.heading is None and not self.ended:
-                    await self.news.wait()
-        if self.heading is None and self.failure is not None:
-            raise self.failure
-
-    async def result(self) -> Rollout:
-        """The whole answer, with its groups in prompt order.
-
-        Raises:
-            TitoError: it could not be finished.
-        """
-        while not self.ended:
-            await self.news.wait()
-        if self.failure is not None:
-            raise self.failure
-        assert self.heading is not None
-        groups = tuple(sorted(self.groups, key=lambda group: group.group_id))
-        return replace(self.heading, groups=groups, missing=self.missing)
 
 
 class Jobs:
@@ -257,7 +151,7 @@ class Jobs:
             async with asyncio.timeout(request.deadline_seconds) as deadline:
                 await self._sample(job, request, policy)
         except Exception as error:
-            job.failure = _at_deadline(job, request) if deadline.expired() else error
+            job.failure = _at_deadline(job, request) if deadline.expired() else _told(job, error)
 
     async def _sample(self, job: Job, request: RolloutRequest, policy: Policy) -> None:
         # Bad prompts are told of at once, and not after a wait for a version.
@@ -279,14 +173,14 @@ class Jobs:
                 job.add(group)
 
             await self._rollouts.run(request, policy, prompts, reservation, finished)
+        if lost := len(prompts) - len(job.groups) - len(job.had):
+            raise EngineFailure(f"the engine dropped {lost} of {len(prompts)} groups")
 
     def _ended(self, job: Job) -> None:
         job.ended = True
         self._running.discard(job)
         if job.failure is None and job.task is not None and job.task.cancelled():
             job.failure = _CLOSING
-        elif job.failure is not None and not isinstance(job.failure, TitoError):
-            log.error("a rollout of %s failed", job.caller.name, exc_info=job.failure)
         if self._is_named(job):
             self._kept_bytes += job.size
         self._settle(job)
@@ -333,10 +227,12 @@ class Jobs:
             job.timer = None
 
 
-def name_of(caller: Caller, key: str, request: RolloutRequest) -> Name:
-    """What a request with that key is known by. Takes a while for a large request."""
-    content = encode(request.model_dump(exclude=_DELIVERY), MSGPACK)
-    return Name(caller.name, key, hashlib.blake2b(content, digest_size=16).hexdigest())
+def _told(job: Job, error: Exception) -> TitoError:
+    """A failure in words that a caller may hear."""
+    if isinstance(error, TitoError):
+        return error
+    log.error("unexpected error in a rollout of %s", job.caller.name, exc_info=error)
+    return EngineFailure(f"unexpected {type(error).__name__}: {error}")
 
 
 def _at_deadline(job: Job, request: RolloutRequest) -> TitoError | None:
@@ -353,10 +249,3 @@ def _at_deadline(job: Job, request: RolloutRequest) -> TitoError | None:
         )
     job.missing = tuple(missing)
     return None
-
-
-def _size(group: Group) -> int:
-    return group.prompt_ids.nbytes + sum(
-        _OBJECT_BYTES + s.completion_ids.nbytes + s.logprobs.nbytes + sys.getsizeof(s.text)
-        for s in group.samples
-    )

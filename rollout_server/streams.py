@@ -15,8 +15,8 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from rollout_server.http import ClientGone, while_connected
-from rollout_server.jobs import Job
-from shared.errors import EngineFailure, TitoError
+from rollout_server.job import Job
+from shared.errors import TitoError
 from shared.frames import encode_frame, end_frame, error_frame, group_frame, keepalive_frame
 from shared.protocol import Group, StreamEnd, Totals
 
@@ -83,10 +83,7 @@ def _encode_groups(groups: Iterable[Group], delivery: Delivery) -> bytes:
 def _last(job: Job, totals: Totals) -> dict[str, object]:
     """The closing frame of a job that has ended, one way or the other."""
     if job.failure is not None:
-        failure = job.failure
-        if not isinstance(failure, TitoError):
-            failure = EngineFailure(f"unexpected {type(failure).__name__}: {failure}")
-        return error_frame(failure)
+        return error_frame(job.failure)
     heading = job.heading
     assert heading is not None
     return end_frame(

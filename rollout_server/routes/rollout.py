@@ -11,11 +11,11 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.auth import ROLLOUT, Caller, caller_with
 from rollout_server.http import answer, answer_type, read_model, while_connected
-from rollout_server.jobs import Job, name_of
+from rollout_server.job import Job, name_of
 from rollout_server.routes.state import startup_of
 from rollout_server.service import Service
 from rollout_server.streams import Delivery, StreamAnswer, frames
-from shared.codec import encode, media_type, rollout_to_wire
+from shared.codec import encode_rollout, media_type
 from shared.errors import InvalidRequest, Problem
 from shared.protocol import (
     FRAMES,
@@ -24,7 +24,6 @@ from shared.protocol import (
     JSON,
     MSGPACK,
     NDJSON,
-    Rollout,
     RolloutRequest,
 )
 
@@ -65,7 +64,9 @@ async def rollout(request: Request, caller: _CALLER) -> Response:
         job = stack.enter_context(service.jobs.attached(caller, asked, name))
         if not asked.stream:
             result = await while_connected(request, job.result())
-            body = await asyncio.to_thread(_encode, result, asked.packed, content_type)
+            body = await asyncio.to_thread(
+                encode_rollout, result, packed=asked.packed, content_type=content_type
+            )
             return Response(body, media_type=content_type)
         return await _streamed(request, service, job, asked, content_type, stack)
 
@@ -109,7 +110,3 @@ def _stream_type(request: Request) -> str:
     accepted = {media_type(part) for part in request.headers.get("accept", "").split(",")}
     wants_json = accepted & {NDJSON, JSON} and not accepted & {FRAMES, MSGPACK}
     return NDJSON if wants_json else FRAMES
-
-
-def _encode(result: Rollout, packed: bool, content_type: str) -> bytes:
-    return encode(rollout_to_wire(result, packed=packed), content_type)

@@ -31,6 +31,7 @@ class GatedEngine(FakeEngine):
         begun: how often each prompt was given to the engine.
         made: the completions of each prompt, one list for each time that it was sampled.
         length: tokens of a completion; None leaves it to max_tokens.
+        drops: a prompt that starts with this id is let go of without a word.
     """
 
     withheld: set[int] = field(default_factory=set)
@@ -39,6 +40,7 @@ class GatedEngine(FakeEngine):
         default_factory=lambda: defaultdict(list)
     )
     length: int | None = None
+    drops: int | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int, *_: Any
@@ -50,13 +52,15 @@ class GatedEngine(FakeEngine):
             # Tests let go from other threads, so there is no asyncio event to wait for.
             while prompt[0] in self.withheld:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            if prompt[0] == self.poison:
-                raise self.generate_error or RuntimeError("poisoned")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
+        if prompt[0] == self.drops:
+            raise asyncio.CancelledError
+        if prompt[0] == self.poison:
+            raise self.generate_error or RuntimeError("poisoned")
         length = self.length or sampling.max_tokens
         ids = [[random.randrange(256) for _ in range(length)] for _ in range(n)]
         self.made[prompt].append(ids)

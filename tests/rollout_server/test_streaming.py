@@ -48,7 +48,7 @@ def server(gated: Served) -> Iterator[Served]:
     eventually(lambda: engine.running == 0)
     engine.begun.clear()
     engine.made.clear()
-    engine.cancelled, engine.poison, engine.length = 0, None, None
+    engine.cancelled, engine.poison, engine.length, engine.drops = 0, None, None, None
     yield gated
     engine.withheld.clear()
 
@@ -258,6 +258,14 @@ def test_a_bug_in_mid_stream_is_an_engine_failure(server: Served) -> None:
     server.engine.poison, server.engine.generate_error = 3, None
     with pytest.raises(EngineFailure, match="RuntimeError: poisoned"):
         list(server.client.rollout_stream(PROMPTS, **SMALL))
+
+
+def test_a_group_that_the_engine_drops_is_missed(server: Served) -> None:
+    server.engine.drops = 3
+    for stream in (False, True):
+        response = post(server.url, body(stream=stream))
+        assert b"the engine dropped 1 of 4 groups" in response.content
+        assert b"engine_failure" in response.content
 
 
 def test_a_slow_reader_waits_alone_and_gets_everything(server: Served) -> None:

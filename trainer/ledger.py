@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shared.protocol import Rollout, Sample
 from trainer.errors import LedgerError
-from trainer.rewards import Failed, Outcome
+from trainer.rewards import Failed, Outcome, TimedOut
 
 
 class Fate(StrEnum):
@@ -29,6 +29,10 @@ class Fate(StrEnum):
     """The only scored sample of its group: there is nothing to compare it with."""
     REWARD_ERROR = "reward_error"
     """The reward gave no verdict. As a group's fate: on none of its samples."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """The reward gave no verdict in time."""
+    TRUNCATED = "truncated"
+    """Cut off at max_tokens: a peer of its group, kept out of the loss by the objective."""
     ABORTED = "aborted"
     """The server cut it off for a reason of its own."""
     EMPTY = "empty"
@@ -37,7 +41,9 @@ class Fate(StrEnum):
     """Some token of it is from older weights than train.max_staleness allows."""
 
 
-NEVER_SCORED = frozenset({Fate.REWARD_ERROR, Fate.ABORTED, Fate.EMPTY, Fate.STALE})
+NEVER_SCORED = frozenset(
+    {Fate.REWARD_ERROR, Fate.REWARD_TIMEOUT, Fate.ABORTED, Fate.EMPTY, Fate.STALE}
+)
 """Fates of samples that are no peers of the others in their group."""
 
 
@@ -46,11 +52,12 @@ class StepLedger:
     """One line of ``ledger.jsonl``. Tokens are completion tokens.
 
     Attributes:
-        prompts: prompts sent to the server.
+        prompts: prompts sent to the server, those that replace useless groups included.
         group_size: completions asked for each.
         received_samples, received_tokens: what came back.
         groups, samples, tokens: the same by fate.
         loss_tokens: tokens that bore loss in one update, counted from the batch's mask.
+        masked_tokens: of those, how many the mismatch correction left without a gradient.
         updates: optimizer updates made from this rollout.
         reward_errors: reasons for failed rewards, each with its count, most frequent first.
     """
@@ -65,6 +72,7 @@ class StepLedger:
     tokens: dict[str, int]
     loss_tokens: int
     updates: int
+    masked_tokens: int = 0
     reward_errors: dict[str, int] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -99,18 +107,24 @@ def fates_of_group(
     outcomes: Sequence[Outcome],
     *,
     is_stale: Callable[[Sample], bool] = lambda _: False,
+    mask_truncated: bool = False,
+    by_part: bool = False,
 ) -> list[Fate]:
     """Decide for each sample of one group whether it is trained, and if not why.
 
     A group is useful when two of its scored samples have different rewards; then all its scored
     samples are trained, since those at the group's mean still count in the loss's denominator.
+
+    Args:
+        mask_truncated: keep samples that were cut off at max_tokens out of the loss.
+        by_part: whether rewards differ as soon as one part does, whatever their sums are.
     """
     unusable = [
         Fate.STALE if is_stale(sample) else _unusable(sample, outcome)
         for sample, outcome in zip(samples, outcomes, strict=True)
     ]
     rewards = [
-        outcome.value
+        outcome.parts if by_part else outcome.value
         for outcome, why in zip(outcomes, unusable, strict=True)
         if why is None and not isinstance(outcome, Failed)
     ]
@@ -118,7 +132,12 @@ def fates_of_group(
         verdict = Fate.SINGLETON
     else:
         verdict = Fate.TRAINED if len(set(rewards)) > 1 else Fate.ZERO_VARIANCE
-    return [verdict if why is None else why for why in unusable]
+    fates = [verdict if why is None else why for why in unusable]
+    if mask_truncated:
+        cut = [sample.finish_reason == "length" for sample in samples]
+        pairs = zip(fates, cut, strict=True)
+        fates = [Fate.TRUNCATED if c and f is Fate.TRAINED else f for f, c in pairs]
+    return fates
 
 
 def _unusable(sample: Sample, outcome: Outcome) -> Fate | None:
@@ -126,12 +145,16 @@ def _unusable(sample: Sample, outcome: Outcome) -> Fate | None:
         return Fate.ABORTED
     if len(sample.completion_ids) == 0:
         return Fate.EMPTY
+    if isinstance(outcome, TimedOut):
+        return Fate.REWARD_TIMEOUT
     return Fate.REWARD_ERROR if isinstance(outcome, Failed) else None
 
 
 def fate_of(group: Sequence[Fate]) -> Fate:
     """The fate of a group, given those of its samples."""
     scored = [fate for fate in group if fate not in NEVER_SCORED]
+    if Fate.TRAINED in scored:
+        return Fate.TRAINED
     return scored[0] if scored else group[0]
 
 
@@ -145,6 +168,7 @@ def account(
     outcomes: Sequence[Sequence[Outcome]],
     loss_tokens: int,
     updates: int,
+    masked_tokens: int = 0,
 ) -> StepLedger:
     """Draw up a step's accounts and check them.
 
@@ -171,6 +195,7 @@ def account(
         tokens={str(fate): count for fate, count in tokens.items()},
         loss_tokens=loss_tokens,
         updates=updates,
+        masked_tokens=masked_tokens,
         reward_errors=_count(
             outcome.reason for group in outcomes for outcome in group if isinstance(outcome, Failed)
         ),

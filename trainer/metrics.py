@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class StepMetrics:
     Attributes:
         reward_mean, reward_spread: over scored samples; NaN when there are none. The spread is the
             standard deviation over all of them.
+        rewards: mean of each reward function by its name, unweighted, when there are several.
         useful_groups: share of groups that are trained.
         truncated: share of samples that hit max_tokens.
         length, trained_length: mean completion length in tokens, of all samples and of those that
@@ -37,6 +38,8 @@ class StepMetrics:
         trainer_idle_seconds: of the step, how long the trainer waited for servers: the first and
             third.
         sampler_idle_seconds: of the step, how long a server had nothing to sample for this run.
+        masked: share of trained tokens that the mismatch correction left without a gradient.
+        masked_by_length: the same by the length of their sample, such as ``65-128``.
     """
 
     step: int
@@ -63,6 +66,9 @@ class StepMetrics:
     publish_seconds: float
     trainer_idle_seconds: float
     sampler_idle_seconds: float
+    masked: float = 0.0
+    masked_by_length: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 def measure(
@@ -76,6 +82,7 @@ def measure(
     version: int,
     sampler_idle_seconds: float,
     times: Sequence[float],
+    reward_names: Sequence[str] = (),
 ) -> StepMetrics:
     """Put a step's figures together.
 
@@ -85,6 +92,7 @@ def measure(
         version: of the policy that is served after the step.
         sampler_idle_seconds: in which a server had nothing to do.
         times: clock readings in seconds: at the start, and after rollout, update and publishing.
+        reward_names: of the reward functions.
     """
     reward_mean, reward_spread = reward_statistics(outcomes)
     oldest = min(span.version for sample in rollout.samples for span in sample.spans)
@@ -114,6 +122,9 @@ def measure(
         publish_seconds=publish_seconds,
         trainer_idle_seconds=rollout_seconds + publish_seconds,
         sampler_idle_seconds=sampler_idle_seconds,
+        masked=update.masked_tokens / max(update.loss_tokens, 1),
+        masked_by_length=update.masked_by_length,
+        rewards=reward_means(reward_names, outcomes),
     )
 
 
@@ -121,6 +132,14 @@ def reward_statistics(outcomes: Sequence[Sequence[Outcome]]) -> tuple[float, flo
     """Mean and population standard deviation of all scores; NaN and NaN without any."""
     scores = [o.value for group in outcomes for o in group if isinstance(o, Score)]
     return (float(np.mean(scores)), float(np.std(scores))) if scores else (math.nan, math.nan)
+
+
+def reward_means(names: Sequence[str], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+    """Mean of each of several reward functions over the scored samples; of one alone nothing."""
+    parts = [o.parts for group in outcomes for o in group if isinstance(o, Score)]
+    if len(names) < 2 or not parts:
+        return {}
+    return dict(zip(names, np.mean(parts, axis=0).tolist(), strict=True))
 
 
 def mean_length(samples: Sequence[Sample]) -> float:

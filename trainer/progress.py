@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -79,7 +79,7 @@ class ProgressLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step everywhere."""
-        record = asdict(metrics)
+        record = flat(asdict(metrics))
         self._metrics.write(json.dumps(_without_nan(record)) + "\n")
         self._metrics.flush()
         for name, value in record.items():
@@ -142,6 +142,17 @@ def forget_later_steps(path: Path, last_step: int) -> None:
         except ValueError:
             continue
     path.write_text("".join(kept), encoding="utf-8")
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """One level: figures by name within a figure become ``figure/name``."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{part}": number for part, number in value.items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _without_nan(record: dict[str, float]) -> dict[str, float | None]:

@@ -131,6 +131,7 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     learner = build_learner(config, checkpoint)
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
     log = ProgressLog(output, config.train.steps, resumed_step=began.step, console=console)
     with ExitStack() as stack:
         stack.enter_context(reward)

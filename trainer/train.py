@@ -16,10 +16,13 @@ from rich.console import Console
 
 from shared.protocol import Rollout, Sample
 from trainer import ledger
+from trainer.batches import save_batch
 from trainer.checks import check_room, check_variety
 from trainer.config import Config
-from trainer.ledger import StepLedger, fates_of_group
+from trainer.judging import Judged, judge, refilled
+from trainer.ledger import StepLedger
 from trainer.metrics import measure
+from trainer.prompts import Task
 from trainer.rewards import score_rollout
 from trainer.run import Run, how_to_resume, open_run
 from trainer.stopping import stop_on_signals
@@ -70,17 +73,27 @@ def take_step(run: Run, step: int) -> None:
     # 1. For each prompt, a group of answers. They may have been asked for some steps ago.
     with run.log.phase("sampling"):
         tasks, rollout = run.sampler.take(step)
-    staleness = [run.servers.published.staleness(sample, step) for sample in rollout.samples]
     times.append(time.perf_counter())
 
-    # 2. For each answer a score; what has none, or no peer that differs, is set aside.
-    outcomes = score_rollout(run.reward, tasks, rollout)
-    fates = [
-        fates_of_group(group.samples, scores, is_stale=partial(_is_stale, run, step))
-        for group, scores in zip(rollout.groups, outcomes, strict=True)
-    ]
+    # 2. For each answer a score; what has none, or no peer that differs, is set aside. More prompts
+    # may take its place.
+    judged = refilled(
+        _judged(run, step, tasks, rollout),
+        lambda prompts: _judged(run, step, *run.sampler.more(prompts)),
+        budget=int(run.config.rollout.refill_budget * len(tasks)),
+    )
+    tasks, rollout, outcomes, fates = judged.tasks, judged.rollout, judged.outcomes, judged.fates
+    staleness = [run.servers.published.staleness(sample, step) for sample in rollout.samples]
 
     # Kept before it is trained on: a step that fails is the one to look at.
+    save_batch(
+        run.output / "batches",
+        step=step,
+        rollout=rollout,
+        outcomes=outcomes,
+        fates=fates,
+        keep=run.config.train.keep_batches,
+    )
 
     # 3. Advantages within each group, and a step of AdamW towards the better answers.
     with run.log.phase("training"):
@@ -106,6 +119,7 @@ def take_step(run: Run, step: int) -> None:
         outcomes=outcomes,
         loss_tokens=update.loss_tokens,
         updates=update.updates,
+        masked_tokens=update.masked_tokens,
     )
     ledger.append(run.output / "ledger.jsonl", accounts)
     run.log.step(
@@ -119,9 +133,16 @@ def take_step(run: Run, step: int) -> None:
             version=run.servers.latest.version,
             sampler_idle_seconds=run.servers.idle_seconds(),
             times=times,
+            reward_names=[part.name for part in run.reward.parts],
         )
     )
     _tell_problems(run, rollout, accounts)
+
+
+def _judged(run: Run, step: int, tasks: list[Task], rollout: Rollout) -> Judged:
+    outcomes = score_rollout(run.reward, tasks, rollout)
+    is_stale = partial(_is_stale, run, step)
+    return judge(run.learner.objective, tasks, rollout, outcomes, is_stale=is_stale)
 
 
 def _is_stale(run: Run, step: int, sample: Sample) -> bool:

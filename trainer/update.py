@@ -35,11 +35,11 @@ class Update:
         loss: value of the objective.
         kl_sampler: KL(sampler || policy), nats per token, estimator k3.
         kl_reference: KL(policy || reference), nats per token; NaN without a reference.
-        ratio: policy / sampler, mean over tokens.
+        ratio: policy / old, mean over tokens; old is the sampler's unless mismatch is corrected.
         clipped: share of tokens whose ratio was clipped.
-        masked: share of tokens that the mismatch correction left without a gradient. They count in
-            the denominator.
-        masked_by_length: the same by the length of their sample, such as ``65-128``.
+        masked_tokens: of ``loss_tokens``, those that the mismatch correction left without a
+            gradient in one update. They count in the denominator.
+        masked_by_length: their share by the length of their sample, such as ``65-128``.
         gradient_norm: before clipping.
         learning_rate: of the last update.
     """
@@ -51,10 +51,10 @@ class Update:
     kl_reference: float = math.nan
     ratio: float = math.nan
     clipped: float = math.nan
-    masked: float = math.nan
-    masked_by_length: dict[str, float] = field(default_factory=dict)
     gradient_norm: float = math.nan
     learning_rate: float = math.nan
+    masked_tokens: int = 0
+    masked_by_length: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Tally:
             kl_reference=means["kl"] if learner.reference else math.nan,
             ratio=means["ratio"],
             clipped=means["clipped_low"] + means["clipped_high"],
-            masked=means["dropped"],
+            masked_tokens=int(self.sums.dropped) // updates,
             masked_by_length=self.sums.dropped_shares(),
             gradient_norm=sum(self.norms) / updates,
             learning_rate=learner.optimizer.param_groups[0]["lr"],

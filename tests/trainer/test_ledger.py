@@ -11,9 +11,9 @@ import pytest
 from shared.protocol import Rollout, Sample
 from trainer.errors import LedgerError
 from trainer.ledger import Fate, account, append, fate_of, fates_of_group
-from trainer.rewards import Failed, Outcome, Score
+from trainer.rewards import Failed, Outcome, Score, TimedOut
 
-GOOD, BAD, BROKEN = Score(1.0), Score(0.0), Failed("boom")
+GOOD, BAD, BROKEN, LATE = Score(1.0), Score(0.0), Failed("boom"), TimedOut("late")
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ GOOD, BAD, BROKEN = Score(1.0), Score(0.0), Failed("boom")
         ([BROKEN, GOOD], [Fate.REWARD_ERROR, Fate.SINGLETON], Fate.SINGLETON),
         ([BROKEN, GOOD, BAD], [Fate.REWARD_ERROR, Fate.TRAINED, Fate.TRAINED], Fate.TRAINED),
         ([BROKEN, BROKEN], [Fate.REWARD_ERROR] * 2, Fate.REWARD_ERROR),
+        ([LATE, GOOD, BAD], [Fate.REWARD_TIMEOUT, Fate.TRAINED, Fate.TRAINED], Fate.TRAINED),
     ],
 )
 def test_fates(

@@ -262,3 +262,60 @@ def test_a_model_that_is_not_there(make_config: Callable[..., Config], tmp_path:
     config = make_config(model={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match="cannot load the model"):
         build_learner(config, None)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_mismatch_is_corrected_against_a_second_look_at_the_samples(
+    setup: Setup, rollout: Rollout, make_rollout: Any, updates: int
+) -> None:
+    """The sampler gave one sample's tokens three times the probability that the trainer gives."""
+    correction = {"correction": "token_mask", "correction_low": 0.5, "correction_high": 2.0}
+    learner, config = setup(
+        objective={"name": "dapo", **correction},
+        train={"updates_per_rollout": updates},
+        optimizer={"lr": 1e-6},
+    )
+    own = with_own_logprobs(rollout, learner, make_rollout)
+    first, *others = own.samples
+    odd = replace(first, logprobs=first.logprobs + math.log(3.0))
+    samples = [odd, *others]
+    mixed = make_rollout([samples[:3], samples[3:]])
+    update = learn(learner, chosen(mixed, learner), config)
+    length = len(first.completion_ids)
+    assert update.masked_tokens == length
+    assert update.loss_tokens == sum(len(s.completion_ids) for s in samples)
+    alike = [len(s.completion_ids) for s in samples if len(s.completion_ids) == length]
+    assert update.masked_by_length["1"] == pytest.approx(1 / len(alike))
+    # The ratio is against the trainer's own policy, whatever the sampler said.
+    assert update.ratio == pytest.approx(1.0, abs=1e-3)
+
+
+def test_truncated_weights_scale_the_gradient(
+    setup: Setup, rollout: Rollout, make_rollout: Any
+) -> None:
+    norms = []
+    for high in (1.0, 0.5):
+        # A sampler with twice the trainer's probability everywhere: every weight is 1/2.
+        learner, config = setup(
+            objective={"name": "dapo", "correction": "token_truncate", "correction_high": 1.0}
+            if high < 1
+            else {"name": "dapo"},
+        )
+        own = with_own_logprobs(rollout, learner, make_rollout)
+        shift = math.log(2.0) if high < 1 else 0.0
+        shifted = [replace(s, logprobs=s.logprobs + shift) for s in own.samples]
+        update = learn(learner, chosen(make_rollout([shifted[:3], shifted[3:]]), learner), config)
+        norms.append(update.gradient_norm)
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+
+
+def test_advantages_of_each_reward_by_itself(setup: Setup, rollout: Rollout) -> None:
+    functions = [{"function": "exact"}, {"name": "loud", "function": "numeric"}]
+    learner, _ = setup(
+        objective={"name": "dapo", "normalise": "each"}, reward={"functions": functions}
+    )
+    parts = [(1.0, 0.0), (0.0, 100.0), (0.0, 0.0)]
+    outcomes: list[list[Outcome]] = [[Score(sum(part), part) for part in parts]] * 2
+    found = chosen(rollout, learner, outcomes)
+    assert found.advantages_N[0] == pytest.approx(float(found.advantages_N[1]), abs=1e-3)
+    assert found.advantages_N[0] > 0.5

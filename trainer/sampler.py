@@ -200,8 +200,13 @@ class Sampler:
         tasks = self._prompts.take(saved["position"], saved["count"])
         if saved["answer"] is None:
             return self._ask(saved["position"], tasks)
+        rollout = rollout_from_wire(saved["answer"])
+        try:
+            self._check(rollout, len(tasks))
+        except MismatchError:  # the configuration has changed since
+            return self._ask(saved["position"], tasks)
         answer: Future[Rollout] = Future()
-        answer.set_result(rollout_from_wire(saved["answer"]))
+        answer.set_result(rollout)
         return Portion(saved["position"], tasks, answer)
 
 

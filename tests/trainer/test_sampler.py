@@ -190,6 +190,22 @@ def test_a_queue_survives_a_checkpoint(pool: Pool, config_of: Callable[..., Conf
     assert resumed.position == 30
 
 
+def test_answers_that_do_not_fit_any_more_are_asked_for_again(
+    pool: Pool, config_of: Callable[..., Config]
+) -> None:
+    sampler = sampler_of(pool, config_of(1))
+    sampler.admit(0)
+    eventually(lambda: len(sampler.waiting()) == 2 * 6 * 2)
+    queue = sampler.queued()
+    for changed in (config_of(1, group_size=3), config_of(1, temperature=0.5)):
+        pool.asked = []
+        resumed = sampler_of(pool, changed, position=12, queued=queue)
+        resumed.admit(0)
+        _, rollout = resumed.take(1)
+        assert prompts_of(changed, 0, 6) in [prompts for prompts, _ in pool.asked]
+        assert {len(group.samples) for group in rollout.groups} == {changed.rollout.group_size}
+
+
 def test_a_damaged_queue_is_told(pool: Pool, config_of: Callable[..., Config]) -> None:
     sampler = sampler_of(pool, config_of(1), queued=[{"step": 1, "portions": [{"position": 0}]}])
     with pytest.raises(CheckpointError, match="queue is damaged"):

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow lint bench clean
+.PHONY: help setup demo browser test test-slow lint bench clean
 
 help:            ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -15,6 +15,12 @@ setup: .venv/ready  ## Make .venv (CPU or GPU, whichever the machine has)
 
 demo: setup      ## Watch a tiny policy learn arithmetic: server and trainer, two processes
 	$(PY) -m trainer demo
+
+browser: setup   ## Install Chromium, without which the tests of the server's page are skipped
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; \
+	  then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; \
+	  else $(PY) -m playwright install chromium; fi
 
 lint: setup      ## Formatting, lint, types and import contracts
 	.venv/bin/ruff format --check .

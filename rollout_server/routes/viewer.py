@@ -79,7 +79,8 @@ async def state(request: Request, _: Annotated[Caller, Depends(_looker)]) -> Res
     """Answers also while the engine does not."""
     recent, now = recent_of(request), time.time()
     queued = recent.queued()
-    recent.history.add_queue(now, queued)
+    if queued:  # while nothing happens, time passes without a point
+        recent.history.add_queue(now, queued)
     document: dict[str, Any] = {
         "now": now,
         "revision": recent.revision,

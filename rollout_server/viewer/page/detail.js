@@ -74,6 +74,7 @@ function heading() {
     ["For", group.caller],
   ];
   return el("header", {},
+    el("a", { class: "back", href: "#groups" }, "Back to the groups"),
     el("h3", {}, `Group ${group.seq}`, el("small", {},
       `prompt ${group.group_id} of its rollout, finished ${clock(group.finished_at)}, ` +
       `${group.purpose === "train" ? "for training" : "for evaluation"}`)),

@@ -5,6 +5,7 @@ import { arrange, byId, clock, duration, el, number, plural, short, svg, visible
 
 const PAGE = 50;
 const MOST_REFRESHED = 200;
+const NARROW = matchMedia("(max-width: 760px)");
 
 const rows = new Map();
 let shown = [];
@@ -112,7 +113,10 @@ function row(group) {
 
 function newRow(id) {
   const node = el("div", { class: "row", role: "option", "aria-selected": "false", "data-id": id });
-  node.addEventListener("click", () => select(id));
+  node.addEventListener("click", () => {
+    select(id);
+    if (NARROW.matches) byId("detail").scrollIntoView();
+  });
   return node;
 }
 

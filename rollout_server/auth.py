@@ -14,12 +14,15 @@ so for every policy; ``admin`` operates the server. None includes another. Any v
 Each token may also carry a quota: ``max_queued_samples``, ``max_running_samples``, and ``weight``,
 its share of the engine when several callers want it.
 
+A token may also come as the password of HTTP's basic scheme, under any user's name.
+
 Tokens are hashed when they are read and compared in constant time. They are in no log, error or
 repr; what can be told of a bad one is where it stands.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -160,7 +163,11 @@ class Authenticator:
         if self._entries is None:
             return ANONYMOUS
         scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        if scheme.lower() == "basic":
+            token = _password(token)
+        elif scheme.lower() != "bearer":
+            token = ""
+        if not token.strip():
             raise Unauthorized("a token is needed: send Authorization: Bearer TOKEN")
         presented, found = _hash(token.strip()), None
         for entry in self._entries:  # all of them: how long it takes must not tell which matched
@@ -256,6 +263,15 @@ def _entries(tokens: list[_TokenOfFile], path: Path) -> list[_Entry]:
             raise TokensFileError(f"the tokens file {path} gives {names} the same token")
         entries[digest] = _Entry(digest, token.caller)
     return list(entries.values())
+
+
+def _password(credentials: str) -> str:
+    """What follows the user's name: tools that know no tokens take ``http://any:TOKEN@host``."""
+    try:
+        decoded = base64.b64decode(credentials.strip(), validate=True).decode()
+    except ValueError:
+        return ""
+    return decoded.partition(":")[2]
 
 
 def _hash(token: str) -> bytes:

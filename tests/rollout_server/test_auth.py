@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -48,11 +49,20 @@ def test_the_scheme_is_read_as_http_says(callers: Path, scheme: str) -> None:
     assert Authenticator.from_file(callers).authenticate(f"{scheme} {BOB}").name == "bob"
 
 
+def test_a_token_may_be_a_password(callers: Path) -> None:
+    basic = httpx.BasicAuth("anybody", BOB)._auth_header
+    assert Authenticator.from_file(callers).authenticate(basic).name == "bob"
+
+
 @pytest.mark.parametrize(
     "header",
     [
         None,
         "",
+        httpx.BasicAuth(BOB, "x")._auth_header,
+        "Basic",
+        "Basic !",
+        "Basic /w==",
         "Bearer",
         "Bearer ",
         ALICE,

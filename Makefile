@@ -17,10 +17,11 @@ demo: setup      ## Watch a tiny policy learn arithmetic: server and trainer, tw
 	$(PY) -m trainer demo
 
 browser: setup   ## Install Chromium, without which the tests of the server's page are skipped
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; \
-	  then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; \
-	  else $(PY) -m playwright install chromium; fi
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; \
+	then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; \
+	else $(PY) -m playwright install chromium; fi
 
 lint: setup      ## Formatting, lint, types and import contracts
 	.venv/bin/ruff format --check .

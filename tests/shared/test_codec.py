@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shared.codec import (
     decode,
     encode,
+    encode_rollout,
     media_type,
     pack_ids,
     pack_logprobs,
@@ -103,7 +104,9 @@ def plain(value: Any) -> Any:
 @given(rollouts())
 def test_a_rollout_survives_every_encoding(rollout: Rollout) -> None:
     for packed, content_type in [(False, MSGPACK), (True, MSGPACK), (False, JSON)]:
-        body = encode(rollout_to_wire(rollout, packed=packed), content_type)
+        body = encode_rollout(rollout, packed=packed, content_type=content_type)
+        whole = encode(rollout_to_wire(rollout, packed=packed), content_type)
+        assert decode(body, content_type) == decode(whole, content_type)
         back = rollout_from_wire(decode(body, content_type))
         assert plain(back) == plain(rollout)
 
@@ -159,6 +162,7 @@ def test_the_bytes_of_a_packed_answer() -> None:
         + b"\xa4text\xa2hi"
     )
     assert encode(rollout_to_wire(rollout, packed=True), MSGPACK) == expected
+    assert encode_rollout(rollout, packed=True, content_type=MSGPACK) == expected
 
 
 def test_packed_arrays_are_views_of_what_was_received() -> None:

@@ -86,6 +86,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         policy=draw(TEXTS),
         sampling={"temperature": draw(FLOATS), "stop": draw(st.lists(TEXTS, max_size=2))},
         groups=tuple(draw(groups(index)) for index in range(count)),
+        missing=tuple(draw(st.lists(st.integers(count, 9), max_size=3))),
     )
 
 

@@ -8,6 +8,7 @@ import trainer
 from trainer.config import Config
 from trainer.config_file import load_config, parse_config, to_toml
 from trainer.errors import ConfigError
+from trainer.objective import Objective
 
 CONFIGS = sorted((Path(trainer.__file__).parent / "configs").glob("*.toml"))
 MODEL = {"model": {"path": "m"}}
@@ -79,6 +80,10 @@ def test_configuration_is_frozen(file: Path) -> None:
         ("objective.name=ppo", "configuration", "no objective 'ppo'"),
         ("objective.clip_low=2", "configuration", "clip_low"),
         ("objective.kl=k9", "configuration", "k9"),
+        ("objective.correction=token_mask", "configuration", "needs a band"),
+        ("objective.overlong_cache=5", "configuration", "punishes nothing"),
+        ("objective.normalise=each", "configuration", "needs several rewards"),
+        ("rollout.refill_budget=-1", "rollout.refill_budget", "greater than or equal to 0"),
     ],
 )
 def test_refusals_name_the_key_and_what_is_allowed(
@@ -164,6 +169,42 @@ def test_dr_grpo_divides_by_max_tokens_unless_told() -> None:
     assert length(name="grpo", reduction="dr_grpo") == 77
     assert length(name="rloo") == 1
     assert length(name="grpo") is None
+
+
+def resolved(**objective: object) -> Objective:
+    reward = {"functions": [{"function": "exact"}, {"function": "numeric", "weight": 0.5}]}
+    return parse_config({**MODEL, "objective": objective, "reward": reward}).resolved_objective()
+
+
+def test_every_part_of_an_objective_can_be_configured() -> None:
+    objective = resolved(
+        name="cispo",
+        clip_low=0.2,
+        clip_high=0.5,
+        beta=0.1,
+        kl="k1_reward",
+        baseline="leave_one_out",
+        scale="batch_std",
+        truncated="punish",
+        overlong_cache=64,
+        overlong_weight=0.5,
+        correction="geometric_mask",
+        correction_low=0.5,
+        correction_high=2.0,
+    )
+    assert objective.clip_bounds == (0.8, 1.5)
+    assert objective.correction_band == (0.5, 2.0)
+    assert objective.overlong == (512, 64, 0.5)
+    assert objective.rewards == (("exact", 1.0), ("numeric", 0.5))
+    assert (objective.kl, objective.baseline) == ("k1_reward", "leave_one_out")
+    assert resolved(normalise="each").normalise == "each"
+
+
+def test_a_bound_of_a_preset_can_be_opened() -> None:
+    assert resolved(name="dapo", clip_low="off").clip_bounds == (0.0, 1.28)
+    assert resolved(name="cispo").clip_bounds == (0.0, 5.0)
+    assert resolved(name="cispo_two_sided").clip_bounds == (0.8, 1.28)
+    assert resolved(name="dual_clip").dual_clip == 3.0
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -148,7 +148,7 @@ def _processes() -> set[str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if b"jail.py" in (entry / "cmdline").read_bytes():
+                if b"trainer.jail" in (entry / "cmdline").read_bytes():
                     found.add(entry.name)
             except OSError:
                 continue

@@ -10,10 +10,10 @@ the data's answer as a string or None, ``sample`` the whole :class:`shared.proto
 of the configuration follow. With ``async def`` the samples of a chunk are awaited at once.
 
 Functions run in worker processes with a deadline and a memory limit, so that one that hangs,
-crashes or eats memory costs its sample and nothing else. Parts: ``outcome`` says what can come of a
-sample, ``functions`` and ``code`` are built in, ``load`` finds functions, ``service`` asks over
-HTTP, ``pool`` and ``worker`` are the two ends of a worker, ``jail`` and ``program`` those of a
-program under test.
+crashes or eats memory costs its sample and nothing else. Parts: ``outcome`` says what can come of
+a sample, ``functions`` and ``code`` are built in, ``load`` finds functions, ``service`` asks over
+HTTP, ``pool`` and ``worker`` are the two ends of a worker, ``program`` and :mod:`trainer.jail`
+those of a program under test.
 """
 
 from trainer.rewards.load import Part

@@ -1,4 +1,4 @@
-"""Starting, watching and ending programs in :mod:`trainer.rewards.jail`."""
+"""Starting, watching and ending programs in :mod:`trainer.jail`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-JAIL = Path(__file__).with_name("jail.py")
+_PROGRAM = (
+    "import sys; root = sys.argv[1]; sys.path.insert(0, root); "
+    "from trainer.jail.launch import main; sys.path.remove(root); sys.exit(main(int(sys.argv[2])))"
+)
+_ROOT = str(Path(__file__).parents[2])
 MAX_OUTPUT = 4 << 20
 """Bytes of standard output, or of a message, that are read; a program that says more has failed."""
 
@@ -133,7 +137,7 @@ def _jailed(
         os.lseek(given, 0, os.SEEK_SET)
         passed = [options[name] for name in ("channel", "peer") if name in options]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(JAIL), str(given)],
+            [sys.executable, "-I", "-X", "utf8", "-c", _PROGRAM, _ROOT, str(given)],
             **{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **pipes},
             stderr=subprocess.PIPE,
             env={},

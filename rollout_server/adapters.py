@@ -23,10 +23,10 @@ from rollout_server.adapter_files import (
     unpack_config,
     verify_adapter,
 )
+from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.checkpoints import Manifest
 from rollout_server.engine import Adapter, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
-from rollout_server.publishing import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
 from shared.errors import Conflict, EngineUnavailable, TitoError

@@ -20,7 +20,7 @@ from rollout_server.checkpoints import (
     reject_unfit,
     verify,
 )
-from rollout_server.staging import write_all
+from rollout_server.staging import open_over, write_all
 from rollout_server.tensor_check import TensorCheck, TensorLook
 from shared.delta_reader import OPENING_BYTES, parse_base
 from shared.errors import BodyTooLarge, MalformedBody
@@ -79,7 +79,7 @@ class CheckpointArrival:
         self._announced = announced
         self._trailer_bytes = TRAILER_BYTES if trailer else 0
         self._max_bytes = max_bytes
-        self._file: IO[bytes] = (folder / SENT_FILE).open("wb", buffering=0)
+        self._file = open_over(folder / SENT_FILE)
         self._head, self._tail = bytearray(), b""
         self._position = self._end = 0
         self._ahead: deque[TensorRange] = deque()
@@ -144,6 +144,7 @@ class CheckpointArrival:
                 f"the checkpoint is cut short: it is {self._position or len(self._head)} bytes; "
                 f"its header says {self._end or 'more'}"
             )
+        self._file.truncate(self._end)  # it may have been a longer file before
         announced = self._digest() if self._trailer_bytes else self._announced
         canonical = self._folder / CANONICAL_FILE
         file = self._folder / SENT_FILE

@@ -19,6 +19,7 @@ from typing import TypeVar
 import xxhash
 
 from rollout_server.checkpoints import Checkpoint, Manifest, canonical_tensors, reject_if
+from rollout_server.staging import open_over
 from rollout_server.tensor_check import count_not_finite, not_finite
 from shared.delta import Frame, apply_frame, block_ranges
 from shared.delta_reader import parse_delta
@@ -54,7 +55,7 @@ def apply_delta(delta_path: Path, base: Checkpoint, manifest: Manifest, out: Pat
             the caller does that, under the lock that keeps it so.
         base: the live policy's checkpoint, in any form that it may be served from.
         manifest: what the model consists of.
-        out: the new file; incomplete and useless if this raises.
+        out: the new file, or one to be written over; incomplete and useless if this raises.
 
     Returns:
         Digest of the result, which is the one that the delta announces.
@@ -95,14 +96,16 @@ def _write(
     out: Path,
 ) -> list[_Written]:
     header = encode_header(manifest.required.values())
-    with out.open("wb", buffering=0) as file, ThreadPoolExecutor(_THREADS) as pool:
+    with open_over(out) as file, ThreadPoolExecutor(_THREADS) as pool:
         _write_at(file.fileno(), header, 0)
 
         def write(item: tuple[int, TensorSpec, memoryview]) -> _Written:
             offset, spec, data = item
             return _write_tensor(file.fileno(), offset, spec, data, frames.get(spec.name, {}))
 
-        return list(_map_ahead(pool, write, _with_offsets(tensors, len(header))))
+        written = list(_map_ahead(pool, write, _with_offsets(tensors, len(header))))
+        file.truncate(len(header) + sum(w.spec.nbytes for w in written))
+        return written
 
 
 def _with_offsets(

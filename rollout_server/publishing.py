@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 from rollout_server import staging
-from rollout_server.arrivals import CANONICAL_FILE, Arrival, CheckpointArrival, DeltaArrival
+from rollout_server.applying import WeightSwitch
+from rollout_server.arrivals import (
+    CANONICAL_FILE,
+    SENT_FILE,
+    Arrival,
+    CheckpointArrival,
+    DeltaArrival,
+)
+from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.checkpoints import (
     Checkpoint,
     Manifest,
@@ -33,67 +37,14 @@ from rollout_server.checkpoints import (
     verify,
 )
 from rollout_server.deltas import apply_delta
-from rollout_server.engine import Engine, EngineDied
-from rollout_server.policies import Policies, Policy, Publish, PublishState
-from rollout_server.spool import Spool, record_now
+from rollout_server.policies import Policies, Publish, PublishState
+from rollout_server.spool import Spool
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
-from shared.protocol import PauseMode, ReloadResult
+from shared.errors import Conflict, TitoError
+from shared.protocol import ReloadResult
 from shared.weights import encode_header
 
-log = logging.getLogger("tito.publishing")
-
-_RESUME_ATTEMPTS = 2
 _SPARE_HEADER_BYTES = 64 << 10
-
-Ended = Callable[[str, Publish], None]
-"""Called with the policy's name and the record of a publish that has come to an end."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """How one publish is to be done, and by whom.
-
-    Attributes:
-        publisher: name shown in the policy's history.
-        check: raises unless the publisher may write; asked before an upload is taken.
-        commit: asks the same again, since a lease can be lost during an upload, and keeps the
-            answer true while weights are loaded inside it.
-        mode: what becomes of samples in flight.
-        drain_seconds: how long ``drain`` may take.
-    """
-
-    publisher: str = "anonymous"
-    check: Callable[[], None] = lambda: None
-    commit: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    mode: PauseMode = PauseMode.KEEP
-    drain_seconds: float = 60.0
-
-
-@contextlib.contextmanager
-def stage(publish: Publish, name: str) -> Iterator[None]:
-    """Time one stage of a publish."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        publish.timings[name] = time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def attempt(policy: Policy, options: PublishOptions, ended: Ended) -> Iterator[Publish]:
-    """Keep the record of one publish: whatever goes wrong, the history says why."""
-    publish = policy.begin(options.publisher)
-    try:
-        yield publish
-    except BaseException as error:
-        if publish.state not in (PublishState.ROLLED_BACK, PublishState.LIVE):
-            publish.state = PublishState.REJECTED
-        publish.reason = str(error) or type(error).__name__
-        log.warning("publish by %s %s: %s", publish.publisher, publish.state, publish.reason)
-        raise
-    finally:
-        ended(policy.name, publish)
 
 
 class Publisher:
@@ -109,6 +60,10 @@ class Publisher:
         slots: uploads under way, shared with the adapters'.
         applying: held while weights change, shared with the adapters' publisher.
         ended: told of every publish that has come to an end.
+
+    Attributes:
+        applying: see above.
+        restore: puts the committed version into an engine that holds another.
     """
 
     def __init__(
@@ -134,7 +89,8 @@ class Publisher:
         self._slots = slots
         self._ended = ended
         self.applying = applying
-        self._clearing: asyncio.Task[None] | None = None
+        self._switch = WeightSwitch(supervisor, policies.default, spool, base)
+        self.restore = self._switch.restore
 
     async def publish_stream(
         self,
@@ -158,6 +114,7 @@ class Publisher:
         """
 
         def begin(folder: Path) -> Arrival:
+            self._spool.recycle(folder / SENT_FILE)
             return CheckpointArrival(
                 folder,
                 self._manifest,
@@ -184,8 +141,13 @@ class Publisher:
 
     def _apply_delta(self, delta: Path, base: str) -> Verified:
         out = delta.with_name(CANONICAL_FILE)
-        with Checkpoint(self._policy.files) as live:
-            digest = apply_delta(delta, live, self._manifest, out)
+        self._spool.recycle(out)
+        try:
+            with Checkpoint(self._policy.files) as live:
+                digest = apply_delta(delta, live, self._manifest, out)
+        except TitoError:
+            self._require_live(base)  # else its file may have been written over meanwhile
+            raise
         delta.unlink()
         return Verified((out,), digest, base)
 
@@ -300,7 +262,7 @@ class Publisher:
             async with self.applying:
                 with options.commit():
                     self._check_applicable(verified)
-                    return await self._apply(publish, folder, verified, options)
+                    return await self._switch.apply(publish, folder, verified, options)
         finally:
             await asyncio.to_thread(self._spool.discard, folder)
 
@@ -314,113 +276,3 @@ class Publisher:
                 f"LoRA policies {', '.join(adapters)} belong to the weights that are live; "
                 "delete them before other full weights are published"
             )
-
-    async def _apply(
-        self, publish: Publish, folder: Path, verified: Verified, options: PublishOptions
-    ) -> ReloadResult:
-        policy, publish.state = self._policy, PublishState.APPLYING
-        version = max(policy.version, self._spool.newest_number(policy.name)) + 1
-        # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
-        engine = self._supervisor.current()
-        with stage(publish, "pause"):
-            await _pause(engine, options)
-        try:
-            with stage(publish, "load"):
-                await engine.load(verified.files)
-                await engine.stamp(version)
-            with stage(publish, "commit"):
-                record = record_now(version, verified.digest, self._base.digest, publish.publisher)
-                target = self._spool.commit(folder, policy.name, record)
-        except Exception as error:
-            publish.state = PublishState.ROLLED_BACK
-            raise await self._restored(engine, error) from error
-        files = tuple(target / file.name for file in verified.files)
-        await policy.advance(publish, version, verified.digest, files=files)
-        with stage(publish, "resume"):
-            await self._resume(engine)
-        await self._clear(self._spool.retire(policy.name, version))
-        return ReloadResult(version, verified.digest, publish.timings)
-
-    async def _clear(self, retired: list[Path]) -> None:
-        """Remove versions that are not kept, after the answer but before another retires."""
-        if self._clearing is not None:
-            await asyncio.wait({self._clearing})
-        self._clearing = asyncio.create_task(asyncio.to_thread(self._spool.clear, retired))
-
-    async def _resume(self, engine: Engine) -> None:
-        why = None
-        for _ in range(_RESUME_ATTEMPTS):
-            try:
-                await engine.resume()
-            except EngineDied:
-                break
-            except Exception as error:
-                why = f"it does not resume after a publish: {error}"
-            else:
-                return
-        # The version is committed, so the next engine comes up with it.
-        await self._supervisor.replaced(engine, why)
-
-    async def restore(self, engine: Engine) -> None:
-        """Put the committed version into an engine that holds another, and label its tokens."""
-        policy = self._policy
-        await engine.pause(PauseMode.KEEP)
-        if policy.version or policy.files != self._base.files:
-            await engine.load(policy.files)
-        await engine.stamp(policy.version)
-        await engine.resume()
-
-    async def _restored(self, engine: Engine, error: Exception) -> TitoError:
-        """Put the last good weights back; the error that the publisher should see.
-
-        First into the engine that there is, then into a new one. If that fails too, the supervisor
-        has closed: nothing is answered any more, rather than answered wrongly.
-        """
-        version = self._policy.version
-        try:
-            if isinstance(error, EngineDied):
-                await self._supervisor.replaced(engine)
-            elif (second := await self._restore_in_place(engine)) is not None:
-                why = f"a load failed, {error}, and then the restore, {second}"
-                await self._supervisor.replaced(engine, why)
-        except EngineUnavailable as closed:
-            return EngineFailure(
-                f"the load failed, and version {version} could not be restored: {closed}"
-            )
-        return EngineFailure(f"the load failed: {error}; version {version} is live again")
-
-    async def _restore_in_place(self, engine: Engine) -> Exception | None:
-        """What went wrong when the live version was put back into an engine that failed a load."""
-        try:
-            await engine.load(self._policy.files)
-            await engine.stamp(self._policy.version)
-            await engine.resume()
-        except Exception as error:
-            return error
-        return None
-
-
-async def _pause(engine: Engine, options: PublishOptions) -> None:
-    limit = options.drain_seconds if options.mode is PauseMode.DRAIN else None
-    try:
-        async with asyncio.timeout(limit):
-            await engine.pause(options.mode)
-    except TimeoutError:
-        await engine.resume()
-        raise Conflict(
-            f"samples in flight did not finish within {limit} s; nothing has changed. Allow more "
-            "drain_seconds, or publish with mode keep or abort"
-        ) from None
-    except EngineDied as error:
-        raise EngineUnavailable(f"the engine died; nothing has changed: {error}") from error
-    except Exception as error:
-        await engine.resume()
-        raise EngineFailure(f"the engine did not pause; nothing has changed: {error}") from error
-
-
-async def to_its_end(publish: Coroutine[Any, Any, ReloadResult]) -> ReloadResult:
-    """Await a publish that goes on even if the caller is cancelled.
-
-    A client that hangs up must leave neither torn weights nor a paused engine behind.
-    """
-    return await asyncio.shield(asyncio.create_task(publish))

@@ -7,11 +7,14 @@
 
 A commit is one rename, after everything in the folder has reached the disk, so a crash leaves
 either the whole version or none of it. The last few versions are kept. A spool that is not durable
-lives in scratch space, skips the waiting for the disk, and goes with the process.
+lives in scratch space, skips the waiting for the disk, and goes with the process. It also keeps the
+largest file that it would remove, for the next upload to be written over it: memory that is there
+already takes bytes twice as fast as new memory. Two checkpoints are there during a publish anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -68,6 +71,7 @@ class Spool:
         self._lock = _locked(root)
         self.root = root
         self._durable = durable
+        self._spare = root / "spare"
         self._keep = max(keep, 1)
         self._staging, self._retired = root / "staging", root / "retired"
         for area in (self._staging, self._retired):
@@ -80,6 +84,11 @@ class Spool:
         folder = self._staging / f"{next(self._serial):08d}"
         folder.mkdir()
         return folder
+
+    def recycle(self, file: Path) -> None:
+        """Put a file of old content at a path, if there is one to be written over."""
+        with contextlib.suppress(FileNotFoundError):
+            self._spare.rename(file)
 
     def discard(self, folder: Path) -> None:
         """Remove a staged folder, if it was not committed."""
@@ -120,6 +129,9 @@ class Spool:
     def clear(self, retired: list[Path]) -> None:
         """Remove what was set aside, which takes a while for large files."""
         for folder in retired:
+            if not self._durable:
+                largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+                largest.rename(self._spare)
             shutil.rmtree(folder, ignore_errors=True)
 
     def versions(self, policy: str, base: str) -> list[tuple[Record, Path]]:

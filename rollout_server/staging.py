@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import os
 import shutil
 from collections import deque
@@ -138,6 +139,11 @@ async def hand_on(
 def _take(take: Callable[[list[bytes]], None], batch: list[bytes]) -> None:
     with storage_errors():
         take(batch)
+
+
+def open_over(path: Path) -> io.FileIO:
+    """A file to be written from its start, over what is there already; truncate it in the end."""
+    return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
 
 
 def write_all(descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:

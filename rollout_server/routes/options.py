@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import Request
 
+from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller
 from rollout_server.http import whole_number
-from rollout_server.publishing import PublishOptions
 from rollout_server.routes.state import leases_of
 from shared.protocol import FENCE_HEADER, ResetQuery
 

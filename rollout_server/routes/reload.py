@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller, caller_with, publish_scope
 from rollout_server.http import answer, read_model, read_query
-from rollout_server.publishing import PublishOptions
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import startup_of
 from rollout_server.service import Service

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+import safetensors.torch
 
+from rollout_server import publishing
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
@@ -27,6 +29,7 @@ from tests.rollout_server.support import (
     EMBEDDING,
     FakeEngine,
     Weights,
+    digest_of,
     eventually,
     lazy,
     post,
@@ -326,6 +329,49 @@ def test_two_publishes_at_once_get_consecutive_versions(
 def publish(url: str, weights: Weights) -> Any:
     with RolloutClient(url, timeout=30) as client:
         return client.reload(lazy(weights.tensors))
+
+
+def test_a_retired_file_is_written_over(staged: Staged, first: Weights, second: Weights) -> None:
+    def publish_and_look(weights: Weights) -> int:
+        staged.client.reload(lazy(weights.tensors))
+        (live,) = staged.staging.rglob("policies/default/*/*.safetensors")
+        assert digest_of(safetensors.torch.load_file(live)) == weights.digest
+        return live.stat().st_ino
+
+    inodes = [publish_and_look(first), publish_and_look(second)]
+    (spool,) = staged.staging.iterdir()
+    for weights, before in ((first, inodes[0]), (second, inodes[1])):
+        eventually(lambda: (spool / "spare").exists() and not any((spool / "retired").iterdir()))
+        assert publish_and_look(weights) == before
+    assert len(set(inodes)) == 2
+
+
+def test_a_longer_file_is_written_over_too(staged: Staged, first: Weights, second: Weights) -> None:
+    (spool,) = staged.staging.iterdir()
+    for weights in (first, second):
+        (spool / "spare").write_bytes(bytes([255]) * (8 << 20))
+        result = staged.client.reload(lazy(weights.tensors))
+        (live,) = staged.staging.rglob("policies/default/*/*.safetensors")
+        assert live.stat().st_size < 8 << 20
+        assert digest_of(safetensors.torch.load_file(live)) == result.digest == weights.digest
+        eventually(lambda: not any((spool / "retired").iterdir()))
+
+
+def test_a_delta_whose_base_is_superseded_meanwhile(
+    staged: Staged, first: Weights, second: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = DeltaBase()
+    staged.client.reload(lazy(first.tensors), base=base)
+
+    def overtaken(*_: object) -> str:
+        publish(staged.url, second)
+        raise WeightsRejected("its base is no longer what it was")
+
+    monkeypatch.setattr(publishing, "apply_delta", overtaken)
+    raw = b"".join(base.encode(lazy(second.tensors)))
+    response = post(staged.url, raw=raw, path="/reload", content_type=DELTA)
+    assert response.status_code == 409
+    assert response.json()["error"]["details"] == {"version": 2, "digest": second.digest}
 
 
 def test_a_sample_bears_the_version_that_its_span_names(

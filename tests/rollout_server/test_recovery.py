@@ -246,6 +246,7 @@ def test_rollouts_in_flight_hear_of_a_server_that_closes(
     engine = FakeEngine()
     settings = ServerSettings(model=str(tiny_model), staging_dir=tmp_path)
     with running(settings, lambda _: engine) as server:
+        server.client.reload(lazy(first.tensors))
         engine.gate.clear()
         with in_flight(server.url, PROMPTS[:2], group_size=1, max_tokens=2) as futures:
             engine.load_errors = [RuntimeError("a cable")] + [RuntimeError("another cable")] * 4

@@ -1,0 +1,155 @@
+"""Making a verified checkpoint the live one: the only part of a publish that stops generation.
+
+A load that fails is followed by a load of the last good weights, in a new engine if this one takes
+them no more, before a single token is generated. When that fails too, nothing is generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rollout_server.attempts import PublishOptions, stage
+from rollout_server.checkpoints import Verified
+from rollout_server.engine import Engine, EngineDied
+from rollout_server.policies import Policy, Publish, PublishState
+from rollout_server.spool import Spool, record_now
+from rollout_server.supervisor import Supervisor
+from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
+from shared.protocol import PauseMode, ReloadResult
+
+_RESUME_ATTEMPTS = 2
+
+
+class WeightSwitch:
+    """Switches the engine from one version of the full weights to another.
+
+    Args:
+        supervisor: runs the engine.
+        policy: whose versions they are.
+        spool: where versions are committed.
+        base: the engine's own checkpoint.
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, policy: Policy, spool: Spool, base: Verified
+    ) -> None:
+        self._supervisor = supervisor
+        self._policy = policy
+        self._spool = spool
+        self._base = base
+        self._clearing: asyncio.Task[None] | None = None
+
+    async def apply(
+        self, publish: Publish, folder: Path, verified: Verified, options: PublishOptions
+    ) -> ReloadResult:
+        """Pause, load, check, stamp, commit, resume. One at a time.
+
+        Args:
+            publish: its record.
+            folder: the staging folder that becomes the version's.
+            verified: the checkpoint in it.
+            options: say what becomes of samples in flight.
+
+        Raises:
+            Conflict, EngineUnavailable: nothing has changed.
+            EngineFailure: the load failed; the message says what is live now.
+        """
+        policy, publish.state = self._policy, PublishState.APPLYING
+        version = max(policy.version, self._spool.newest_number(policy.name)) + 1
+        # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
+        engine = self._supervisor.current()
+        with stage(publish, "pause"):
+            await _pause(engine, options)
+        try:
+            with stage(publish, "load"):
+                await engine.load(verified.files)
+                await engine.stamp(version)
+            with stage(publish, "commit"):
+                record = record_now(version, verified.digest, self._base.digest, publish.publisher)
+                target = self._spool.commit(folder, policy.name, record)
+        except Exception as error:
+            publish.state = PublishState.ROLLED_BACK
+            raise await self._restored(engine, error) from error
+        files = tuple(target / file.name for file in verified.files)
+        await policy.advance(publish, version, verified.digest, files=files)
+        with stage(publish, "resume"):
+            await self._resume(engine)
+        await self._clear(self._spool.retire(policy.name, version))
+        return ReloadResult(version, verified.digest, publish.timings)
+
+    async def _clear(self, retired: list[Path]) -> None:
+        """Remove versions that are not kept, after the answer but before another retires."""
+        if self._clearing is not None:
+            await asyncio.wait({self._clearing})
+        self._clearing = asyncio.create_task(asyncio.to_thread(self._spool.clear, retired))
+
+    async def _resume(self, engine: Engine) -> None:
+        why = None
+        for _ in range(_RESUME_ATTEMPTS):
+            try:
+                await engine.resume()
+            except EngineDied:
+                break
+            except Exception as error:
+                why = f"it does not resume after a publish: {error}"
+            else:
+                return
+        # The version is committed, so the next engine comes up with it.
+        await self._supervisor.replaced(engine, why)
+
+    async def restore(self, engine: Engine) -> None:
+        """Put the committed version into an engine that holds another, and label its tokens."""
+        policy = self._policy
+        await engine.pause(PauseMode.KEEP)
+        if policy.version or policy.files != self._base.files:
+            await engine.load(policy.files)
+        await engine.stamp(policy.version)
+        await engine.resume()
+
+    async def _restored(self, engine: Engine, error: Exception) -> TitoError:
+        """Put the last good weights back; the error that the publisher should see.
+
+        First into the engine that there is, then into a new one. If that fails too, the supervisor
+        has closed: nothing is answered any more, rather than answered wrongly.
+        """
+        version = self._policy.version
+        try:
+            if isinstance(error, EngineDied):
+                await self._supervisor.replaced(engine)
+            elif (second := await self._restore_in_place(engine)) is not None:
+                why = f"a load failed, {error}, and then the restore, {second}"
+                await self._supervisor.replaced(engine, why)
+        except EngineUnavailable as closed:
+            return EngineFailure(
+                f"the load failed, and version {version} could not be restored: {closed}"
+            )
+        return EngineFailure(f"the load failed: {error}; version {version} is live again")
+
+    async def _restore_in_place(self, engine: Engine) -> Exception | None:
+        """What went wrong when the live version was put back into an engine that failed a load."""
+        try:
+            await engine.load(self._policy.files)
+            await engine.stamp(self._policy.version)
+            await engine.resume()
+        except Exception as error:
+            return error
+        return None
+
+
+async def _pause(engine: Engine, options: PublishOptions) -> None:
+    limit = options.drain_seconds if options.mode is PauseMode.DRAIN else None
+    try:
+        async with asyncio.timeout(limit):
+            await engine.pause(options.mode)
+    except TimeoutError:
+        await engine.resume()
+        raise Conflict(
+            f"samples in flight did not finish within {limit} s; nothing has changed. Allow more "
+            "drain_seconds, or publish with mode keep or abort"
+        ) from None
+    except EngineDied as error:
+        raise EngineUnavailable(f"the engine died; nothing has changed: {error}") from error
+    except Exception as error:
+        await engine.resume()
+        raise EngineFailure(f"the engine did not pause; nothing has changed: {error}") from error

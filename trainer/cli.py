@@ -1,7 +1,9 @@
 """The trainer's commands.
 
     python -m trainer train CONFIG.toml [section.key=value ...] [--resume] [--dry-run]
-    python -m trainer eval CONFIG.toml [section.key=value ...]
+    python -m trainer doctor CONFIG.toml [section.key=value ...]
+    python -m trainer eval CONFIG.toml [section.key=value ...] [--checkpoint base|latest|DIR ...]
+    python -m trainer replay RUN --step N
     python -m trainer check URL
     python -m trainer peek URL "question"
     python -m trainer demo
@@ -66,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error was raised")
     _add_train(commands.add_parser("train", parents=[common], help="run the training loop"))
-    _add_eval(commands.add_parser("eval", parents=[common], help="accuracy of the served policy"))
+    _add_doctor(commands.add_parser("doctor", parents=[common], help="what would go wrong, first"))
+    _add_eval(commands.add_parser("eval", parents=[common], help="pass@k, strict and lenient"))
+    _add_replay(commands.add_parser("replay", parents=[common], help="compute a step again"))
     _add_check(commands.add_parser("check", parents=[common], help="check a server's rollouts"))
     _add_peek(commands.add_parser("peek", parents=[common], help="show a group of answers"))
     _add_demo(commands.add_parser("demo", parents=[common], help="server and training, from zero"))
@@ -94,7 +98,25 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="base|latest|DIR",
+        help="publish this one first; may be repeated. Without it: what the server serves",
+    )
     parser.set_defaults(command=_eval)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.set_defaults(command=_doctor)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory: train.output")
+    parser.add_argument("--step", type=int, required=True, metavar="N")
+    parser.set_defaults(command=_replay)
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +173,7 @@ def _train(args: argparse.Namespace, console: Console) -> int:
 def _eval(args: argparse.Namespace, console: Console) -> int:
     from trainer.config_file import load_config
     from trainer.errors import ConfigError
-    from trainer.evaluate import evaluate
+    from trainer.exam import examine, examine_checkpoints
     from trainer.prompts import held_out_tasks
     from trainer.rewards import open_reward
     from trainer.run import connect
@@ -161,8 +183,32 @@ def _eval(args: argparse.Namespace, console: Console) -> int:
         raise ConfigError("evaluation.prompts is 0, so there is nothing to evaluate")
     tasks = held_out_tasks(config)
     with open_reward(config.reward) as reward, connect(config) as client:
-        console.print(Text(str(evaluate(client, config, tasks, reward, step=0))))
+        client.wait_ready(config.server.ready_timeout)
+        exams = (
+            examine_checkpoints(client, config, tasks, reward, checkpoints=args.checkpoint)
+            if args.checkpoint
+            else [examine(client, config, tasks, reward, name="served")]
+        )
+        for exam in exams:
+            console.print(Text(str(exam)))
     return 0
+
+
+def _doctor(args: argparse.Namespace, console: Console) -> int:
+    from trainer.config_file import load_config
+    from trainer.doctor import FAILURE, diagnose, print_finding
+
+    failed = False
+    for finding in diagnose(load_config(args.config, args.overrides)):
+        print_finding(console, finding)
+        failed |= finding.verdict == FAILURE
+    return int(failed)
+
+
+def _replay(args: argparse.Namespace, console: Console) -> int:
+    from trainer.replay import print_replay, replay
+
+    return 0 if print_replay(console, args.run, replay(args.run, args.step)) else 1
 
 
 def _client(args: argparse.Namespace) -> RolloutClient:

@@ -7,6 +7,7 @@ to the working directory.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -74,6 +75,9 @@ class ServerConfig(_Section):
         default="full",
         description="delta sends what has changed, at the price of a copy of the weights for each "
         "server in this process's memory; publish_dtype must be what the servers serve.",
+    )
+    report_rewards: bool = Field(
+        default=True, description="Send scores back, for the servers' pages to show."
     )
 
     @model_validator(mode="after")
@@ -343,6 +347,24 @@ class EvaluationConfig(_Section):
     max_tokens: CountOrNone = Field(default=0, description="0: as in training.")
     path: str | None = Field(default=None, description="Held-out rows, for jsonl and dataset.")
     split: str | None = None
+    right_at: float = Field(
+        default=1.0, description="The reward from which an answer counts as right in pass@k."
+    )
+    answer_pattern: str = Field(
+        default="",
+        description="Of strict parsing: a regular expression whose one group is the answer, such "
+        "as '#### (.*)'; empty: the whole text is the answer.",
+    )
+
+    @model_validator(mode="after")
+    def _captures_one_answer(self) -> Self:
+        try:
+            groups = re.compile(self.answer_pattern).groups
+        except re.error as error:
+            raise ValueError(f"answer_pattern is no regular expression: {error}") from None
+        if self.answer_pattern and groups != 1:
+            raise ValueError(f"answer_pattern has {groups} groups; the one is the answer")
+        return self
 
 
 class Config(_Section):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.client import RolloutClient
+from shared.protocol import Rollout
 from trainer.config import Config
 from trainer.prompts import Task
 from trainer.rewards import Failed, Outcome, Reward, Score, score_rollout
@@ -80,15 +81,27 @@ def measure(
     temperature: float,
 ) -> Accuracy:
     """Accuracy over ``group_size`` answers to every task."""
-    settings = config.rollout.sampling() | {"temperature": temperature}
-    if config.evaluation.max_tokens:
-        settings["max_tokens"] = config.evaluation.max_tokens
-    rollout = client.rollout(
-        [task.prompt for task in tasks], group_size=group_size, purpose="eval", **settings
-    )
+    rollout = ask(client, config, tasks, group_size=group_size, temperature=temperature)
     flat = [outcome for group in score_rollout(reward, tasks, rollout) for outcome in group]
     version = min(sample.version for sample in rollout.samples)
     return summarise(flat, version)
+
+
+def ask(
+    client: RolloutClient,
+    config: Config,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    temperature: float,
+) -> Rollout:
+    """Answers to every task, drawn as in training but for temperature and ``max_tokens``."""
+    settings = config.rollout.sampling() | {"temperature": temperature}
+    if config.evaluation.max_tokens:
+        settings["max_tokens"] = config.evaluation.max_tokens
+    return client.rollout(
+        [task.prompt for task in tasks], group_size=group_size, purpose="eval", **settings
+    )
 
 
 def summarise(outcomes: Sequence[Outcome], version: int) -> Accuracy:

@@ -25,6 +25,11 @@ _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Logits at one time: 64 MB and 1 GB in float32. Smaller is slower on a GPU, not on a CPU."""
 
 
+def chunk_elements(device: torch.device) -> int:
+    """How many logits exist at one time on a device."""
+    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cpu"])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """What turns hidden states into logits.
@@ -91,7 +96,7 @@ def logprobs_and_entropy(
     Returns:
         Nats, ``[K]`` each, in float32 at least; the first differentiable once.
     """
-    default = _CHUNK_ELEMENTS.get(hidden.device.type, 2**24) // head.weight.shape[0]
+    default = chunk_elements(hidden.device) // head.weight.shape[0]
     found = _ChunkedLogprobs.apply(
         hidden, head.weight, head.bias, tokens,
         _Options(head.cap, head.dtype, temperature, entropy, chunk_tokens or max(default, 1)),

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
-from shared.weights import LazyTensor, TensorSpec
+from shared.weights import LazyTensor, TensorSpec, checkpoint_digest
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -54,6 +55,12 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
     A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
     """
     return [_lazy(name, tensor, dtype) for name, tensor in _distinct(model)]
+
+
+def tensors_digest(model: nn.Module, dtype: torch.dtype) -> str:
+    """Digest that the server must find in what :func:`publish` sends."""
+    tensors = checkpoint_tensors(model, dtype)
+    return checkpoint_digest((t.spec, xxhash.xxh3_128_hexdigest(t.load())) for t in tensors)
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

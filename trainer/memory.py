@@ -1,0 +1,76 @@
+"""How much memory a training step needs: an estimate from sizes, good to a third or so.
+
+Weights, gradients and AdamW's two moments are exact. Activations are counted for a decoder of the
+usual kind: per token and layer what autograd keeps of attention and a gated MLP. The head counts
+with its one chunk of logits and the gradient of its weights in float32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from trainer.config import Config
+from trainer.head import chunk_elements
+
+_HIDDEN_SIZED, _INNER_SIZED = 14, 4
+"""Tensors that a layer keeps for its backward pass, as wide as the hidden state or the MLP."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    weights: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.activations + self.head
+
+    def __str__(self) -> str:
+        return (
+            f"{gibibytes(self.total)} (weights {gibibytes(self.weights)}, gradients and moments "
+            f"{gibibytes(self.optimizer)}, activations {gibibytes(self.activations)}, head "
+            f"{gibibytes(self.head)})"
+        )
+
+
+def gibibytes(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB"
+
+
+def estimate(model: PreTrainedModel, config: Config) -> Memory:
+    """What one step with a full micro-batch needs."""
+    shape = model.config.get_text_config()
+    item = model.dtype.itemsize
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
+    tokens = config.train.micro_batch_tokens
+    layer = _HIDDEN_SIZED * shape.hidden_size + _INNER_SIZED * shape.intermediate_size
+    if config.model.activation_checkpointing:
+        kept = shape.num_hidden_layers * shape.hidden_size + layer
+    else:
+        kept = shape.num_hidden_layers * layer
+    head = 4 * (chunk_elements(model.device) + shape.vocab_size * shape.hidden_size)
+    return Memory(
+        weights=copies * parameters * item,
+        optimizer=3 * trained * item,
+        activations=tokens * kept * item,
+        head=head,
+    )
+
+
+def room(device: torch.device) -> int:
+    """Bytes that are free, those that this process holds on a GPU included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

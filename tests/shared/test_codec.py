@@ -152,10 +152,10 @@ def test_the_bytes_of_a_packed_answer() -> None:
     prompt, completion = np.array([5], "<i4"), np.array([258, 3], "<i4")
     logprobs = np.array([-0.5, -2.0], "<f4")
     sample = Sample(0, prompt, completion, logprobs, "stop", 7, span.digest, (span,), "hi")
-    rollout = Rollout("m", "t", "default", {}, (Group(0, prompt, (sample,)),))
+    rollout = Rollout("m", "t", "default", {}, (Group(0, prompt, (sample,), "r-0"),))
     expected = (
         b"\x85\xa5model\xa1m\xa9tokenizer\xa1t\xa6policy\xa7default\xa8sampling\x80\xa6groups\x91"
-        b"\x83\xa8group_id\x00\xaaprompt_ids\xc4\x04\x05\x00\x00\x00\xa7samples\x91"
+        b"\x84\xa8group_id\x00\xa2id\xa3r-0\xaaprompt_ids\xc4\x04\x05\x00\x00\x00\xa7samples\x91"
         b"\x86\xaecompletion_ids\xc4\x08\x02\x01\x00\x00\x03\x00\x00\x00"
         b"\xa8logprobs\xc4\x08\x00\x00\x00\xbf\x00\x00\x00\xc0"
         b"\xadfinish_reason\xa4stop\xa7version\x07\xa6digest\xd9\x20"

@@ -25,7 +25,7 @@ WORDS = 200
 
 @dataclass
 class WordyEngine(FakeEngine):
-    """Completions of random tokens: the same for the same seed, whatever the weights.
+    """Completions of random tokens: the same for one seed or else prompt, whatever the weights.
 
     Attributes:
         asked: seeds of the groups that were begun, in order.
@@ -40,7 +40,7 @@ class WordyEngine(FakeEngine):
     ) -> list[Completion]:
         self.asked.append(sampling.seed)
         await super().generate(prompt_ids, sampling, n)
-        dice = random.Random(sampling.seed)
+        dice = random.Random(sampling.seed if sampling.seed is not None else sum(prompt_ids))
         return [self._say(dice, sampling.max_tokens) for _ in range(n)]
 
     def _say(self, dice: random.Random, limit: int) -> Completion:

@@ -1,13 +1,10 @@
-"""A run that is killed, again and again, against one that is not: the same bits in the end.
-
-Against vLLM itself, started with ``--deterministic``.
-"""
+"""A run that is killed, again and again, against one that is not: the same bits in the end."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.fake_servers import fake_servers
 from tests.trainer.processes import REWARD, Training
 from trainer.checkpoint import latest_checkpoint
 from trainer.config import Config
@@ -34,20 +32,24 @@ TIMES_AND_VERSIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def fake_url(untrained_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose engine draws by the seed alone."""
+    with fake_servers(untrained_model, tmp_path_factory.mktemp("staging"), 1) as (server,):
+        yield server.url
+
+
 @pytest.fixture
 def config_of(
-    make_config: Callable[..., Config],
-    untrained_model: Path,
-    deterministic_url: str,
-    tmp_path: Path,
+    make_config: Callable[..., Config], untrained_model: Path, tmp_path: Path
 ) -> Callable[..., Config]:
     (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
 
-    def build(name: str, **train: Any) -> Config:
+    def build(name: str, url: str, **train: Any) -> Config:
         known = {"output": str(tmp_path / name), "steps": STEPS, "checkpoint_every": 2}
         return make_config(
             model={"path": str(untrained_model), "device": "cpu"},
-            server={"url": deterministic_url},
+            server={"url": url},
             rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 6, "seeded": True},
             reward={"function": f"{tmp_path / 'rewards.py'}:even"},
             optimizer={"lr": 1e-3, "warmup_updates": 3},
@@ -118,28 +120,56 @@ def assert_same(one: Config, other: Config) -> None:
 
 
 def test_a_killed_run_ends_with_the_same_bits(
-    config_of: Callable[..., Config], tmp_path: Path
+    config_of: Callable[..., Config], deterministic_url: str, tmp_path: Path
 ) -> None:
-    unbroken, broken = config_of("unbroken"), config_of("broken")
+    # vLLM itself, whose samples depend on the weights, and these on the samples before.
+    unbroken = config_of("unbroken", deterministic_url)
+    broken = config_of("broken", deterministic_url)
+    finish(unbroken, tmp_path / "unbroken.toml")
+    finish_with_kills(broken, tmp_path / "broken.toml", 1, random.Random(0))
+    assert_same(unbroken, broken)
+    found = outcome(unbroken)["metrics"]
+    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
+    assert all(record["updates"] == 1 for record in found)
+    assert {record["staleness"] for record in found} == {0}
+
+
+def test_a_run_killed_twice_ends_with_the_same_bits(
+    config_of: Callable[..., Config], fake_url: str, tmp_path: Path
+) -> None:
+    unbroken, broken = config_of("unbroken", fake_url), config_of("broken", fake_url)
     finish(unbroken, tmp_path / "unbroken.toml")
     finish_with_kills(broken, tmp_path / "broken.toml", 2, random.Random(0))
     assert_same(unbroken, broken)
-    found = outcome(unbroken)
-    assert [record["step"] for record in found["metrics"]] == list(range(1, STEPS + 1))
-    assert all(record["updates"] == 1 for record in found["metrics"])
-    assert {record["staleness"] for record in found["metrics"]} == {0}
-
     # The comparison can fail.
-    other = config_of("other", seed=1)
+    other = config_of("other", fake_url, seed=1)
     finish(other, tmp_path / "other.toml")
-    assert outcome(other)["metrics"] != found["metrics"]
+    assert outcome(other)["metrics"] != outcome(unbroken)["metrics"]
+
+
+def test_a_run_that_samples_ahead_makes_every_step_once(
+    config_of: Callable[..., Config], fake_url: str, tmp_path: Path
+) -> None:
+    broken = config_of("ahead", fake_url, max_staleness=2, checkpoint_every=1)
+    finish_with_kills(broken, tmp_path / "ahead.toml", 1, random.Random(1))
+    metrics = outcome(broken)["metrics"]
+    assert [record["step"] for record in metrics] == list(range(1, STEPS + 1))
+    assert all(0 <= record["staleness"] <= 2 for record in metrics)
+    # Which prompts are trained in which step does not depend on kills: their seeds tell.
+    unbroken = config_of("synchronous", fake_url)
+    finish(unbroken, tmp_path / "synchronous.toml")
+    rewards = [record["reward_mean"] for record in metrics]
+    assert rewards == [record["reward_mean"] for record in outcome(unbroken)["metrics"]]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(3))
-def test_many_kills(config_of: Callable[..., Config], tmp_path: Path, seed: int) -> None:
-    unbroken, broken = config_of("unbroken"), config_of("broken")
+def test_many_kills(
+    config_of: Callable[..., Config], deterministic_url: str, tmp_path: Path, seed: int
+) -> None:
+    unbroken = config_of("unbroken", deterministic_url)
+    broken = config_of("broken", deterministic_url)
     finish(unbroken, tmp_path / "unbroken.toml")
     finish_with_kills(broken, tmp_path / "broken.toml", 10, random.Random(seed))
     assert_same(unbroken, broken)

@@ -216,7 +216,8 @@ class Objective:
         if self.surrogate in ("ppo", "cispo") or (self.beta > 0 and self.kl == "k3_ratio"):
             lines["r"] = "pi / old"
         if self.beta > 0 and self.kl.startswith("k3"):
-            lines["k3"] = "ref / pi - 1 - log(ref / pi)"
+            towards = ", which pulls like KL(ref || pi)" if self.kl == "k3_forward" else ""
+            lines["k3"] = f"ref / pi - 1 - log(ref / pi){towards}"
         if self.correction != "none":
             low, high = self.correction_band
             lines["c"] = (

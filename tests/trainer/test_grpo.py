@@ -456,6 +456,11 @@ def test_formula_shows_every_part() -> None:
     ]
 
 
+def test_formula_says_where_the_plain_k3_pulls() -> None:
+    formula = Objective.named("grpo", beta=0.1, kl="k3_forward").formula()
+    assert "k3   = ref / pi - 1 - log(ref / pi), which pulls like KL(ref || pi)" in formula
+
+
 def test_formula_shows_rewards_truncation_and_costs() -> None:
     rewards = (("right", 1.0), ("brief", 0.5))
     punished = Objective.named("rloo", rewards=rewards, truncated="punish", overlong=(100, 20, 2.0))

@@ -186,6 +186,20 @@ def delete_policy(name: str) -> Call[None]:
     return Call("DELETE", path, lambda _: None, repeatable=False)
 
 
+def report_rewards(groups: Sequence[Mapping[str, Any]]) -> Call[int]:
+    """``POST /rewards``: what samples were worth, for people who look at them."""
+    body = encode(_plain({"groups": groups}), MSGPACK)
+    headers = {"content-type": MSGPACK}
+    return Call("POST", "/rewards", _read_noted, headers, body=lambda: body)
+
+
+def _read_noted(document: Any) -> int:
+    try:
+        return int(document["noted"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedBody(f"not a /rewards answer: {error!r}") from None
+
+
 def info() -> Call[ServerInfo]:
     """``GET /info``."""
     return Call("GET", "/info", _read_info)

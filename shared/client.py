@@ -183,6 +183,21 @@ class RolloutClient:
         """Forget a LoRA policy."""
         self._call(calls.delete_policy(name))
 
+    def report_rewards(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """Tell what samples were worth, so that the server's page can show it beside them.
+
+        Args:
+            groups: fields of :class:`shared.feedback.GroupRewards`: ``id`` of a group, ``rewards``
+                in the order of its samples, and ``components`` or nothing.
+
+        Returns:
+            Of how many groups the server still has the samples.
+
+        Raises:
+            NotFound: the server keeps none to look at.
+        """
+        return self._call(calls.report_rewards(groups))
+
     def lease(
         self,
         policy: str = DEFAULT_POLICY,
@@ -346,6 +361,10 @@ class AsyncRolloutClient:
     async def delete_policy(self, name: str) -> None:
         """See :meth:`RolloutClient.delete_policy`."""
         await self._call(calls.delete_policy(name))
+
+    async def report_rewards(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """See :meth:`RolloutClient.report_rewards`."""
+        return await self._call(calls.report_rewards(groups))
 
     def lease(
         self,

@@ -212,7 +212,9 @@ class RewardConfig(_Section):
         default=(), description="Instead of function: several, whose weighted sum is maximised."
     )
     workers: Count = Field(default=4, description="Most processes that score at a time.")
-    timeout_s: float = Field(default=10.0, gt=0, description="Seconds for one sample.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds for one sample, or for a batch of a service."
+    )
     memory_mb: Count = Field(
         default=2048, description="A worker's, beyond what it holds once the functions are loaded."
     )

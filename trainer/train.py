@@ -19,6 +19,7 @@ from trainer import ledger
 from trainer.batches import save_batch
 from trainer.checks import check_room, check_variety
 from trainer.config import Config
+from trainer.feedback import report
 from trainer.judging import Judged, judge, refilled
 from trainer.ledger import StepLedger
 from trainer.metrics import measure
@@ -94,6 +95,9 @@ def take_step(run: Run, step: int) -> None:
         fates=fates,
         keep=run.config.train.keep_batches,
     )
+
+    if run.config.server.report_rewards:
+        run.log.problem("rewards are not shown", report(run.servers, rollout, outcomes, run.reward))
 
     # 3. Advantages within each group, and a step of AdamW towards the better answers.
     with run.log.phase("training"):

@@ -163,6 +163,8 @@ class ServerSettings(BaseSettings):
     def _is_safe(cls, backend: str | None) -> str | None:
         if backend == "ipc":
             raise PydanticCustomError("ipc", "another backend: ipc sends pickles over HTTP")
+        if backend in ("sparse_nccl", "nccl_m2n", "sharded_rdt"):
+            raise PydanticCustomError("in_place", "nccl: this one writes into the live weights")
         return backend
 
     @field_validator("reload_dirs")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rollout_server.auth import ROLLOUT, Caller, caller_with
 from rollout_server.http import error_answer, read_body, while_connected
@@ -26,8 +27,8 @@ from rollout_server.policies import Policy
 from rollout_server.quotas import Cost
 from rollout_server.routes.state import openai_of, startup_of
 from rollout_server.service import Service
-from rollout_server.vllm_serving import RESTART_RETRY_S, offering, openai_error
-from shared.errors import InvalidRequest, MalformedBody, Problem, TitoError
+from rollout_server.vllm_serving import RESTART_RETRY_S, OpenAIServing, offering, openai_error
+from shared.errors import Forbidden, InvalidRequest, MalformedBody, Problem, TitoError
 from shared.protocol import DIGEST_HEADER
 
 log = logging.getLogger("tito.openai")
@@ -40,6 +41,7 @@ COMPLETIONS = "/v1/completions"
 
 _COMPLETION_TOKENS = 16
 """New tokens when a completion names no number."""
+_PICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _DONE = b"data: [DONE]"
 _SCOPE_KEYS = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string",
@@ -116,20 +118,19 @@ for _path, _summary in {
 async def _passed_on(request: Request, caller: Caller) -> Response:
     service = startup_of(request).service
     service.check_ready()
-    app = await openai_of(request).app_for(service.supervisor.current())
     body = await read_body(request, service.settings.max_body_bytes)
     asked = await asyncio.to_thread(_look, body, request.url.path, service) if body else Asked()
-    return _Forwarded(app, service, caller, body, asked)
+    return _Forwarded(openai_of(request), service, caller, body, asked)
 
 
 class _Forwarded(Response):
     """The answer of vLLM's handler, labelled, with what it needs held while it is made."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, caller: Caller, body: bytes, asked: Asked
+        self, vllm: OpenAIServing, service: Service, caller: Caller, body: bytes, asked: Asked
     ) -> None:
         super().__init__()
-        self._app = app
+        self._vllm = vllm
         self._service = service
         self._caller = caller
         self._asked = asked
@@ -150,6 +151,8 @@ class _Forwarded(Response):
             await _error(request, error)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Now that its turn has come, which may have taken longer than an engine lives.
+        app = await self._vllm.app_for(self._service.supervisor.current())
         policies = self._service.policies
         policy = policies.get(self._asked.model or "") or policies.default
         adapters = {p.name: p.adapter for p in policies if p.adapter is not None}
@@ -157,7 +160,7 @@ class _Forwarded(Response):
         label = _Label(policy, send)
         with self._service.adapters.using(policy.adapter), offering(adapters):
             try:
-                await self._app(inner, self._replayed(receive), label.send)
+                await app(inner, self._replayed(receive), label.send)
             except Exception as error:
                 if not label.ended:
                     raise
@@ -215,6 +218,7 @@ def _look(body: bytes, path: str, service: Service) -> Asked:
 
     Raises:
         MalformedBody: it is not JSON.
+        Forbidden: it could bring code.
         InvalidRequest: it wants too many samples.
     """
     try:
@@ -227,6 +231,8 @@ def _look(body: bytes, path: str, service: Service) -> Asked:
     model = model if isinstance(model, str) else None
     if path in ("/tokenize", "/detokenize"):
         return Asked(model, 0, 0)
+    if document.get("features") and os.environ.get(_PICKLES, "0") != "0":
+        raise Forbidden(f"features may hold pickles, since the server's environment has {_PICKLES}")
     nested = document.get("sampling_params")
     sampling = nested if isinstance(nested, dict) else document
     n, context = _number(sampling.get("n"), 1), service.settings.max_model_len

@@ -253,9 +253,12 @@ class TestAccess:
             assert answer.status_code == 409
             assert "--weight-transfer" in error_of(answer)["message"]
 
-    def test_a_backend_that_sends_pickles_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="pickles"):
-            ServerSettings(model="none", weight_transfer="ipc")
+    @pytest.mark.parametrize(
+        ("backend", "why"), [("ipc", "pickles"), ("sparse_nccl", "live weights")]
+    )
+    def test_backends_that_are_not_safe_are_refused(self, backend: str, why: str) -> None:
+        with pytest.raises(ValueError, match=why):
+            ServerSettings(model="none", weight_transfer=backend)
 
     def test_what_trainers_look_up(self, server: Server) -> None:
         assert server.get("/get_world_size") == {"world_size": 4}

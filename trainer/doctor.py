@@ -214,9 +214,12 @@ def _given_back(info: ServerInfo, back: ReloadResult) -> Finding:
     if back.digest == info.digest:
         return Finding("given back", OK, f"the server serves {info.digest[:12]} again, as version "
                        f"{back.version}")  # fmt: skip
-    return Finding("given back", WARNING, f"the server serves its checkpoint as "
-                   f"{back.digest[:12]}, not {info.digest[:12]} as before", "Restart it if that matters; a run "
-                   "publishes its own weights first.")  # fmt: skip
+    return Finding(
+        "given back",
+        WARNING,
+        f"the server serves its checkpoint as {back.digest[:12]}, not {info.digest[:12]} as before",
+        "Restart it if that matters; a run publishes its own weights first.",
+    )
 
 
 def _records(

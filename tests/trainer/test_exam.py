@@ -1,0 +1,125 @@
+"""Right leniently, right strictly, and right in form alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.client import RolloutClient
+from shared.protocol import Rollout, Sample
+from trainer.config import Config
+from trainer.errors import CheckpointError
+from trainer.exam import (
+    checkpoint_path,
+    estimates,
+    examine_checkpoints,
+    form_judge,
+    judge,
+    strict_judge,
+)
+from trainer.prompts import Task, held_out_tasks
+from trainer.rewards import Failed, Score, open_reward
+
+HASHES = r"#### (.*)"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "reference", "strict", "form"),
+    [
+        ("", " 7\n", "7", True, True),
+        ("", "7.0", "7", True, True),
+        ("", "It is 7", "7", False, False),
+        ("", "8", "7", False, True),
+        ("", "", "7", False, False),
+        ("", "Paris", "Paris", True, True),
+        ("", "London", "Paris", False, True),
+        (HASHES, "3 + 4 = 7\n#### 7", "so\n#### 7", True, True),
+        (HASHES, "3 + 4 = 7", "so\n#### 7", False, False),
+        (HASHES, "#### 8\n#### 7", "7", True, True),
+        (HASHES, "#### 1,007", "#### 1007", True, True),
+        (HASHES, "#### 8 apples", "#### 7", False, False),
+    ],
+)
+def test_strict_and_form(pattern: str, text: str, reference: str, strict: bool, form: bool) -> None:
+    assert strict_judge(pattern)(text, reference) is strict
+    assert form_judge(pattern)(text, reference) is form
+
+
+def test_the_three_ways_count_apart(
+    make_config: Callable[..., Config],
+    make_rollout: Callable[..., Rollout],
+    make_sample: Callable[..., Sample],
+) -> None:
+    """A reward that failed leaves lenient alone; strict and form need none."""
+    rollout = make_rollout([[make_sample(text=text) for text in ("7", "is 7", "8", "?")]])
+    outcomes = [[Score(1.0), Score(1.0), Score(0.5), Failed("x")]]
+    marks = judge(make_config(), [Task("q", "7")], rollout, outcomes)
+    assert marks == {
+        "lenient": [[True, True, False]],
+        "strict": [[True, False, False, False]],
+        "form only": [[True, False, True, False]],
+    }
+    generous = make_config(evaluation={"right_at": 0.5})
+    assert judge(generous, [Task("q", "7")], rollout, outcomes)["lenient"] == [[True] * 3]
+
+
+def test_columns() -> None:
+    sampled = estimates([[True, False, False, False], [False] * 4, [True] * 3], greedy=False)
+    assert list(sampled) == ["pass@1", "pass@2", "pass@4"]
+    assert sampled["pass@1"].value == pytest.approx((0.25 + 0 + 1) / 3)
+    assert sampled["pass@2"].value == pytest.approx((0.5 + 0 + 1) / 3)
+    # The third problem has only three answers with a verdict.
+    assert sampled["pass@4"].value == pytest.approx(0.5)
+    assert list(estimates([[True] * 100], greedy=False)) == [
+        "pass@1", "pass@16", "pass@32", "pass@64", "pass@100",
+    ]  # fmt: skip
+    assert estimates([[True], [False]], greedy=True)["greedy"].value == 0.5
+
+
+@pytest.mark.parametrize("pattern", ["(", "no group", "(a)(b)"])
+def test_patterns_that_capture_no_answer_are_refused(
+    make_config: Callable[..., Config], pattern: str
+) -> None:
+    with pytest.raises(Exception, match="answer_pattern"):
+        make_config(evaluation={"answer_pattern": pattern})
+
+
+def test_named_checkpoints(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_config(train={"output": str(tmp_path)})
+    assert checkpoint_path(config, "base") == config.model.path
+    (tmp_path / "checkpoints" / "step-000004" / "model").mkdir(parents=True)
+    latest = tmp_path / "checkpoints" / "step-000004"
+    assert checkpoint_path(config, "latest") == str(latest / "model")
+    assert checkpoint_path(config, str(latest)) == str(latest / "model")
+    with pytest.raises(CheckpointError, match="allowed: base, latest"):
+        checkpoint_path(config, str(tmp_path / "none"))
+
+
+def test_checkpoints_are_examined_and_the_server_gets_its_own_back(
+    client: RolloutClient, tiny_model: Path, untrained_model: Path, make_config: Callable[..., Any]
+) -> None:
+    config = make_config(
+        model={"path": str(tiny_model)},
+        evaluation={"prompts": 8, "samples": 4, "max_tokens": 4},
+    )
+    tasks = held_out_tasks(config)
+    with client.lease() as lease:
+        own = client.reset(fence=lease.fence).digest
+    with open_reward(config.reward) as reward:
+        exams = list(
+            examine_checkpoints(
+                client, config, tasks, reward, checkpoints=["base", str(untrained_model)]
+            )
+        )
+    assert [exam.name for exam in exams] == ["base", str(untrained_model)]
+    assert exams[1].version == exams[0].version + 1
+    for exam in exams:
+        assert exam.errors == 0
+        assert list(exam.table["strict"]) == ["greedy", "pass@1", "pass@2", "pass@4"]
+        for way in exam.table.values():
+            assert way["pass@1"].value <= way["pass@2"].value <= way["pass@4"].value
+        assert exam.table["strict"]["pass@4"].value <= exam.table["form only"]["pass@4"].value
+    assert client.info().digest == own

@@ -1,6 +1,6 @@
 """What sampling ahead gains over taking turns, at which accuracy.
 
-    python tests/bench/bench_async.py [--steps 20] [--repeats 3] [--staleness 1 2]
+    python tests/bench/bench_async.py [--steps 20] [--repeats 3] [--staleness 1 2] [--model DIR]
 
 The demonstration's policy learns the demonstration's sums from a real server on this machine, with
 the same number of samples in each mode. Server and trainer have one thread each, so that on two
@@ -26,7 +26,7 @@ from rich.console import Console
 
 from trainer.curve import read_records
 from trainer.demo import demo_config, rollout_server
-from trainer.tiny_policy import make_tiny_policy
+from trainer.tiny_policy import ensure_tiny_policy_at
 from trainer.train import train
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -105,11 +105,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--model", type=Path, help="the tiny policy, made there if it is missing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     outcomes: dict[int, list[Outcome]] = {bound: [] for bound in (0, *args.staleness)}
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_tiny_policy(Path(scratch) / "policy")
+        model = ensure_tiny_policy_at(args.model or Path(scratch) / "policy")
         with rollout_server(model, Path(scratch) / "server.log") as url:
             for seed in range(args.repeats):
                 for bound, found in outcomes.items():

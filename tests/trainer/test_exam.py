@@ -21,7 +21,7 @@ from trainer.exam import (
     strict_judge,
 )
 from trainer.prompts import Task, held_out_tasks
-from trainer.rewards import Failed, Score, open_reward
+from trainer.rewards import Failed, Outcome, Score, open_reward
 
 HASHES = r"#### (.*)"
 
@@ -55,7 +55,7 @@ def test_the_three_ways_count_apart(
 ) -> None:
     """A reward that failed leaves lenient alone; strict and form need none."""
     rollout = make_rollout([[make_sample(text=text) for text in ("7", "is 7", "8", "?")]])
-    outcomes = [[Score(1.0), Score(1.0), Score(0.5), Failed("x")]]
+    outcomes: list[list[Outcome]] = [[Score(1.0), Score(1.0), Score(0.5), Failed("x")]]
     marks = judge(make_config(), [Task("q", "7")], rollout, outcomes)
     assert marks == {
         "lenient": [[True, True, False]],

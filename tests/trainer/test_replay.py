@@ -18,7 +18,7 @@ from trainer.curve import read_records
 from trainer.errors import DataError
 from trainer.ledger import Fate
 from trainer.replay import print_replay, replay
-from trainer.rewards import Failed, Score
+from trainer.rewards import Failed, Outcome, Score
 from trainer.rewards.outcome import TimedOut
 from trainer.train import train
 
@@ -118,7 +118,7 @@ def test_a_batch_comes_back_as_it_was(
     make_sample: Callable[..., Sample], make_rollout: Callable[..., Rollout], tmp_path: Path
 ) -> None:
     rollout = make_rollout([[make_sample(), make_sample(0, (9,), logprobs=[-0.1])]])
-    outcomes = [[Score(0.1, (0.1, 2.0)), TimedOut("slow")]]
+    outcomes: list[list[Outcome]] = [[Score(0.1, (0.1, 2.0)), TimedOut("slow")]]
     fates = [[Fate.TRAINED, Fate.REWARD_TIMEOUT]]
     save_batch(tmp_path, step=7, rollout=rollout, outcomes=outcomes, fates=fates, keep=2)
     found = load_batch(tmp_path, 7)

@@ -8,6 +8,7 @@ languages.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +22,10 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -160,6 +164,22 @@ Prompt = Annotated[
 ]
 
 
+_SLICE = 64
+
+
+def _in_slices(prompts: Any, validate: ValidatorFunctionWrapHandler) -> list[Any]:
+    """Validate many prompts some at a time.
+
+    A thread that validated millions of ids in one call would keep every other thread waiting.
+    """
+    if isinstance(prompts, list) and _SLICE < len(prompts) <= MAX_PROMPTS:
+        slices = (prompts[start : start + _SLICE] for start in range(0, len(prompts), _SLICE))
+        with contextlib.suppress(ValidationError):  # below, for the index of what is wrong
+            return [prompt for part in slices for prompt in validate(part)]
+    validated: list[Any] = validate(prompts)
+    return validated
+
+
 class SamplingSettings(BaseModel):
     """How completions are drawn. The answer carries these back as they were applied."""
 
@@ -200,7 +220,7 @@ class SamplingSettings(BaseModel):
 class RolloutRequest(SamplingSettings):
     """Body of ``POST /rollout``."""
 
-    prompts: list[Prompt] = Field(
+    prompts: Annotated[list[Prompt], WrapValidator(_in_slices)] = Field(
         fail_fast=True,
         min_length=1,
         max_length=MAX_PROMPTS,

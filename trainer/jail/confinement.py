@@ -100,4 +100,5 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
+    """Be killed when the parent ends. To be asked for again after a change of privileges."""
     _libc("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)

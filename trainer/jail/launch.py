@@ -48,14 +48,13 @@ def launch(options: dict[str, Any]) -> int:
     entered, mapped = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        die_with_parent()
         enter_namespaces()
+        die_with_parent()
         os.write(entered[1], b"x")
         options["nobody"] = os.read(mapped[0], 1) == b"n"
         hide_files(options["directory"].encode())
         inner = os.fork()
         if inner == 0:
-            die_with_parent()
             return run(options)
         return _wait(inner, options)
     os.close(entered[1])
@@ -76,6 +75,7 @@ def run(options: dict[str, Any]) -> int:
     """Finish confinement, say so, and do what the role asks for."""
     if options["confine"]:
         drop_privileges(become_nobody=options["nobody"])
+        die_with_parent()
     os.environ.clear()
     os.chdir(options["directory"])
     set_limits(options)

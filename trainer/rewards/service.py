@@ -22,8 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from trainer.errors import RewardError
 from trainer.rewards.outcome import Failed, Outcome, TimedOut, failure, verdict
 
@@ -59,6 +57,8 @@ class Service:
 
     async def score(self, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
         """One outcome for each item; a deadline or a broken answer is one for all of them."""
+        import httpx
+
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._post(items, time.monotonic() + timeout_s)
@@ -69,6 +69,8 @@ class Service:
             return [failure(error)] * len(items)
 
     async def _post(self, items: Sequence[Item], deadline: float) -> Any:
+        import httpx
+
         body = {
             "prompts": [item.prompt for item in items],
             "texts": [item.text for item in items],

@@ -3,8 +3,9 @@
     python -m trainer train CONFIG.toml [section.key=value ...] [--resume] [--dry-run]
 
 Two choices differ from the GRPO paper (2402.03300). The ratio is taken against the
-log-probabilities that the sampler returned, not against those of a second forward pass. And groups
-without a signal leave the batch and its denominator, instead of diluting the others.
+log-probabilities that the sampler returned, not against those of a second forward pass, unless
+``objective.correction`` tells the two apart. And groups without a signal leave the batch and its
+denominator, instead of diluting the others.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ class StepMetrics:
         staleness: steps between the oldest policy in the rollout and the one trained.
         version: of the policy that the (first current) server has after the step.
         tokens_per_second: completion tokens over the step's whole time.
-        rollout_seconds, update_seconds, publish_seconds: parts of the step; scoring, and
-            asking for more in place of useless groups, is in the second. The first is what the trainer waited for samples.
+        rollout_seconds, update_seconds, publish_seconds: parts of the step; scoring, and asking for
+            more in place of useless groups, is in the second. The first is what the trainer waited
+            for samples.
         trainer_idle_seconds: of the step, how long the trainer waited for servers: the first and
             third.
         sampler_idle_seconds: of the step, how long a server had nothing to sample for this run.

@@ -4,6 +4,7 @@
     python -m trainer doctor CONFIG.toml [section.key=value ...]
     python -m trainer eval CONFIG.toml [section.key=value ...] [--checkpoint base|latest|DIR ...]
     python -m trainer replay RUN --step N
+    python -m trainer ledger RUN [--step N]
     python -m trainer check URL
     python -m trainer peek URL "question"
     python -m trainer demo
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", parents=[common], help="what would go wrong, first"))
     _add_eval(commands.add_parser("eval", parents=[common], help="pass@k, strict and lenient"))
     _add_replay(commands.add_parser("replay", parents=[common], help="compute a step again"))
+    _add_ledger(commands.add_parser("ledger", parents=[common], help="from prompts to tokens"))
     _add_check(commands.add_parser("check", parents=[common], help="check a server's rollouts"))
     _add_peek(commands.add_parser("peek", parents=[common], help="show a group of answers"))
     _add_demo(commands.add_parser("demo", parents=[common], help="server and training, from zero"))
@@ -117,6 +119,12 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory: train.output")
     parser.add_argument("--step", type=int, required=True, metavar="N")
     parser.set_defaults(command=_replay)
+
+
+def _add_ledger(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory: train.output")
+    parser.add_argument("--step", type=int, metavar="N", help="of one step; default: of all")
+    parser.set_defaults(command=_ledger)
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -209,6 +217,13 @@ def _replay(args: argparse.Namespace, console: Console) -> int:
     from trainer.replay import print_replay, replay
 
     return 0 if print_replay(console, args.run, replay(args.run, args.step)) else 1
+
+
+def _ledger(args: argparse.Namespace, console: Console) -> int:
+    from trainer.reconcile import table
+
+    console.print(Text(table(args.run, args.step)))
+    return 0
 
 
 def _client(args: argparse.Namespace) -> RolloutClient:

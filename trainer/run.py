@@ -34,7 +34,8 @@ from trainer.prompts import Task, held_out_tasks, training_prompts
 from trainer.published import Published
 from trainer.rewards import Reward, open_reward
 from trainer.sampler import Sampler
-from trainer.servers import Server, ServerPool
+from trainer.server import Server
+from trainer.servers import ServerPool
 
 _PROBE_TIMEOUT_S = 10.0
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
@@ -30,13 +29,12 @@ from shared.errors import (
     ServerUnreachable,
     TitoError,
 )
-from shared.lease import Lease
 from shared.protocol import ReloadResult, Rollout
 from trainer.agreement import refuse_other_tokenizer
 from trainer.background import in_background
 from trainer.published import Published
+from trainer.server import Server
 
-LEASE_TTL_S = 60.0
 _LOOK_S = 0.25
 _MAX_PAUSE_S = 10.0
 _ENGINE_FAILURES = 3
@@ -48,40 +46,6 @@ _UNFIT = (*_LOST, EngineFailure, InsufficientStorage, Overloaded)
 
 Publish = Callable[[RolloutClient, int], ReloadResult]
 """Sends the model as it is now, under a fencing number."""
-
-
-class Server:
-    """One rollout server, as far as this run knows it.
-
-    Args:
-        url: where it is.
-        client: for everything that may take long.
-        probe: for asking whether it is ready; its timeout should be short.
-
-    Attributes:
-        live: what it serves, while it is current; None while it is set aside.
-        trouble: why it was set aside, or that it was not asked yet.
-        ready: whether it has been seen ready since.
-        samples, last_asked: how many it works on for this run; when the last were asked for.
-        failures, look_after: publishes that failed one after the other, and until when it is left
-            alone for that.
-    """
-
-    def __init__(self, url: str, client: RolloutClient, probe: RolloutClient) -> None:
-        self.url = url
-        self.client = client
-        self.probe = probe
-        self.live: ReloadResult | None = None
-        self.trouble: TitoError = ServerUnreachable(f"no answer from {url} yet")
-        self.ready = False
-        self.lease: Lease | None = None
-        self.was_current = False
-        self.failures = 0
-        self.look_after = 0.0
-        self.samples = 0
-        self.last_asked = 0.0
-        self.idle_s = 0.0
-        self.idle_since = time.monotonic()
 
 
 class ServerPool:
@@ -146,8 +110,6 @@ class ServerPool:
         reasons = "; ".join(f"{server.url}: {server.trouble.message}" for server in aside)
         return f"{len(aside)} of {len(self._servers)} not current: {reasons}"
 
-    # Publishing.
-
     def publish(self, step: int) -> None:
         """Make the servers sample from the model as it is after ``step``, all at the same time.
 
@@ -195,48 +157,33 @@ class ServerPool:
     def _bring_one(self, server: Server) -> ReloadResult | None:
         try:
             if server.live is None:
-                self._join(server)
+                info = server.take_lease(self._holder)
+                refuse_other_tokenizer(info.tokenizer, self._fingerprint)
+                self.vocab_size = info.vocab_size
             assert server.lease is not None
             result = self._publish(server.client, server.lease.fence)
         except _UNFIT as error:
-            self._set_aside(server, error, pause=True)
+            self._refused(server, error)
         except Conflict as error:
             # One that was ours may have been restarted, and know no lease. Any other has an owner.
             if not server.was_current:
                 raise
-            self._set_aside(server, error, pause=True)
+            self._refused(server, error)
         else:
             self.published.note(result.digest, self._step)
             with self._changed:
-                server.live, server.was_current, server.failures = result, True, 0
+                server.became_current(result)
                 self._changed.notify_all()
             return result
         return None
 
-    def _join(self, server: Server) -> None:
-        server.ready = False
-        info = server.client.info()
-        refuse_other_tokenizer(info.tokenizer, self._fingerprint)
-        self.vocab_size = info.vocab_size
-        self._release(server)
-        lease = server.client.lease(holder=self._holder, ttl=LEASE_TTL_S)
-        lease.__enter__()
-        server.lease = lease
+    def _refused(self, server: Server, error: TitoError) -> None:
+        self._set_aside(server, error)
+        server.leave_alone_for_a_while()
 
-    def _release(self, server: Server) -> None:
-        if server.lease is not None:
-            server.lease.__exit__()
-            server.lease = None
-
-    def _set_aside(self, server: Server, error: TitoError, *, pause: bool = False) -> None:
+    def _set_aside(self, server: Server, error: TitoError) -> None:
         with self._changed:
-            server.live, server.ready, server.trouble = None, False, error
-            if pause:
-                # It may be ready all the time and refuse every time; sending is not for nothing.
-                server.look_after = time.monotonic() + min(2.0**server.failures, _MAX_PAUSE_S)
-                server.failures += 1
-
-    # Asking.
+            server.set_aside(error)
 
     def rollout(
         self, prompts: Sequence[PromptLike], *, group_size: int, **settings: Any
@@ -267,7 +214,8 @@ class ServerPool:
                 if failures == _ENGINE_FAILURES:
                     raise
             finally:
-                self._give_back(server, count)
+                with self._changed:
+                    server.end(count)
 
     def _take(self, samples: int) -> tuple[Server, ReloadResult]:
         with self._changed:
@@ -275,33 +223,15 @@ class ServerPool:
                 if current := self.current:
                     server = min(current, key=lambda s: (s.samples, s.last_asked))
                     assert server.live is not None
-                    server.last_asked = time.monotonic()
-                    if server.samples == 0:
-                        server.idle_s += time.monotonic() - server.idle_since
-                    server.samples += samples
+                    server.begin(samples)
                     return server, server.live
                 self._changed.wait(_LOOK_S)
         raise ServerUnreachable("the run is over")
 
-    def _give_back(self, server: Server, samples: int) -> None:
-        with self._changed:
-            server.samples -= samples
-            if server.samples == 0:
-                server.idle_since = time.monotonic()
-
     def idle_seconds(self) -> float:
         """How long a server had nothing to do for this run, on average, since the last call."""
         with self._changed:
-            now, total = time.monotonic(), 0.0
-            for server in self._servers:
-                if server.samples == 0:
-                    server.idle_s += now - server.idle_since
-                    server.idle_since = now
-                total += server.idle_s
-                server.idle_s = 0.0
-        return total / len(self._servers)
-
-    # Life.
+            return sum(server.idle_seconds() for server in self._servers) / len(self._servers)
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._watch, name="tito-servers", daemon=True).start()
@@ -309,26 +239,12 @@ class ServerPool:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        with ExitStack() as stack:
-            for server in self._servers:
-                stack.callback(server.client.close)
-                stack.callback(server.probe.close)
-                stack.callback(self._release, server)
+        for server in self._servers:
+            server.release()
+            server.close()
 
     def _watch(self) -> None:
         """Look for servers that are set aside, until they are ready."""
         while not self._closed.wait(_LOOK_S):
             for server in self._servers:
-                waits = server.live is None and not server.ready
-                if waits and time.monotonic() >= server.look_after:
-                    server.ready = self._is_ready(server)
-
-    def _is_ready(self, server: Server) -> bool:
-        try:
-            server.probe.wait_ready(0.0)
-        except TitoError as error:
-            server.trouble = error
-            return False
-        except RuntimeError:  # the probe was closed meanwhile
-            return False
-        return True
+                server.look()

@@ -21,7 +21,8 @@ from trainer import publish
 from trainer.background import in_background
 from trainer.errors import MismatchError
 from trainer.published import Published
-from trainer.servers import Server, ServerPool
+from trainer.server import Server
+from trainer.servers import ServerPool
 
 
 @pytest.fixture(scope="module")

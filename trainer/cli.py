@@ -4,6 +4,7 @@
     python -m trainer doctor CONFIG.toml [section.key=value ...]
     python -m trainer eval CONFIG.toml [section.key=value ...] [--checkpoint base|latest|DIR ...]
     python -m trainer replay RUN --step N
+    python -m trainer report RUN
     python -m trainer ledger RUN [--step N]
     python -m trainer check URL
     python -m trainer peek URL "question"
@@ -73,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands.add_parser("eval", parents=[common], help="pass@k, strict and lenient"))
     _add_replay(commands.add_parser("replay", parents=[common], help="compute a step again"))
     _add_ledger(commands.add_parser("ledger", parents=[common], help="from prompts to tokens"))
+    _add_report(commands.add_parser("report", parents=[common], help="a run as one HTML file"))
     _add_check(commands.add_parser("check", parents=[common], help="check a server's rollouts"))
     _add_peek(commands.add_parser("peek", parents=[common], help="show a group of answers"))
     _add_demo(commands.add_parser("demo", parents=[common], help="server and training, from zero"))
@@ -125,6 +127,12 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory: train.output")
     parser.add_argument("--step", type=int, metavar="N", help="of one step; default: of all")
     parser.set_defaults(command=_ledger)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory: train.output")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
+    parser.set_defaults(command=_report)
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -249,6 +257,13 @@ def _check(args: argparse.Namespace, console: Console) -> int:
         )
     print_checks(console, checks)
     return 0 if all(check.passed for check in checks) else 1
+
+
+def _report(args: argparse.Namespace, console: Console) -> int:
+    from trainer.report import write_report
+
+    console.print(Text(f"see {write_report(args.run, args.out)}"))
+    return 0
 
 
 def _peek(args: argparse.Namespace, console: Console) -> int:

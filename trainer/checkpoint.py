@@ -29,6 +29,7 @@ from shared.codec import decode, encode
 from shared.errors import TitoError
 from shared.protocol import MSGPACK
 from trainer.errors import CheckpointError
+from trainer.files import flush
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
@@ -195,9 +196,10 @@ def _clean(root: Path) -> None:
 def _install(unfinished: Path, target: Path) -> None:
     """Flush everything, then give it its name in one step."""
     for path in _tree(unfinished):
-        _flush(path)
+        flush(path)
     unfinished.rename(target)
-    _flush(target.parent)
+    for directory in (target.parent, target.parent.parent):  # the second is new with the first
+        flush(directory)
 
 
 def _tree(root: Path) -> Iterator[Path]:
@@ -205,11 +207,3 @@ def _tree(root: Path) -> Iterator[Path]:
     for directory, _, files in os.walk(root, topdown=False):
         yield from (Path(directory) / name for name in files)
         yield Path(directory)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

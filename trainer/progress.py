@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from shared.lesson import MAX_TRUNCATED_SHARE
 from trainer.evaluate import Evaluation
+from trainer.files import replace_text
 from trainer.metrics import StepMetrics
 
 LOSS_NOTE = (
@@ -56,7 +57,8 @@ class ProgressLog:
         directory: where the files go.
         steps: how many the run will have.
         resumed_step: finished steps of the run that this one continues; later records, of steps
-            that were lost and will be made again, are removed.
+            that were lost and will be made again, are removed. -1 when it continues none: even a
+            measurement before the first step is then made again.
         console: where lines go; plain text unless it is a terminal.
     """
 
@@ -141,7 +143,7 @@ def forget_later_steps(path: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    path.write_text("".join(kept), encoding="utf-8")
+    replace_text(path, "".join(kept))
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from trainer.checkpoint import (
 from trainer.config import Config
 from trainer.config_file import to_toml
 from trainer.errors import ConfigError
+from trainer.files import replace_text
 from trainer.learner import Learner, build_learner
 from trainer.progress import LOSS_NOTE, ProgressLog
 from trainer.prompts import Task, held_out_tasks, training_prompts
@@ -131,9 +132,10 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     learner = build_learner(config, checkpoint)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    replace_text(output / "config.toml", to_toml(config))
     (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
-    log = ProgressLog(output, config.train.steps, resumed_step=began.step, console=console)
+    resumed_step = began.step if checkpoint else -1
+    log = ProgressLog(output, config.train.steps, resumed_step=resumed_step, console=console)
     with ExitStack() as stack:
         stack.enter_context(reward)
         stack.enter_context(log)

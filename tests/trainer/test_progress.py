@@ -44,6 +44,27 @@ def test_line_shows_the_signals_and_not_the_loss() -> None:
     )
 
 
+def test_a_crash_while_records_are_dropped_leaves_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = "".join(json.dumps({"step": step}) + "\n" for step in range(4))
+    path.write_text(lines, encoding="utf-8")
+
+    def crash(*_: object) -> None:
+        raise OSError("no power")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        with pytest.raises(OSError, match="no power"):
+            forget_later_steps(path, 1)
+    assert path.read_text(encoding="utf-8") == lines
+    forget_later_steps(path, 1)
+    assert path.read_text(encoding="utf-8") == lines[: len(lines) // 2]
+    forget_later_steps(path, -1)
+    assert path.read_text(encoding="utf-8") == ""
+
+
 def test_line_names_the_reference_when_there_is_one() -> None:
     assert (
         "  kl(ref) 0.0200  kl(old) 0.0100"

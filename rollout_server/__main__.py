@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import NoReturn
@@ -40,7 +41,11 @@ def main() -> None:
         log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
     server = uvicorn.Server(uvicorn.Config(app, log_level=settings.log_level, access_log=False))
     # Before the engine loads, which takes long: a port that is taken should be heard of at once.
-    server.run(sockets=[_listen(settings)])
+    listening = _listen(settings)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn lets running requests end, and then raises the signal once more: done is done.
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listening])
     if failures:
         log.debug("startup failed", exc_info=failures[0])
         _die(f"the engine did not start: {failures[0]}", "the engine's own log is above")
@@ -48,6 +53,7 @@ def main() -> None:
         # Told to stop while the engine was loading, in a thread that cannot be stopped.
         logging.shutdown()
         os._exit(0)
+    log.info("stopped; every request was answered")
 
 
 def _listen(settings: ServerSettings) -> socket.socket:

@@ -272,6 +272,10 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
+    eager = on_cpu if settings.eager is None else settings.eager
+    if on_cpu and eager:
+        # The sampler has compiled functions all the same, for which a C++ compiler would be needed.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     kv_cache_gib = settings.kv_cache_gib or (1.0 if on_cpu else None)
     return AsyncEngineArgs(
         model=settings.model,
@@ -284,7 +288,7 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         max_num_seqs=1 if settings.deterministic else settings.max_num_seqs,
         enable_prefix_caching=False if settings.deterministic else None,
         tensor_parallel_size=settings.tensor_parallel,
-        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enforce_eager=eager,
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
         weight_transfer_config=_weight_transfer(settings),
         max_logprobs=settings.max_logprobs,

@@ -58,8 +58,9 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
                 wait_ready(client, process, log)
             yield url
         finally:
-            process.terminate()
-            process.wait(60)
+            if process.poll() is None:
+                process.terminate()
+                assert process.wait(60) == 0, "a server that is told to stop has not failed"
 
     return start
 

@@ -17,8 +17,9 @@ from shared.protocol import MSGPACK, Group, Rollout, RolloutRequest
 
 _DELIVERY = {"stream", "have", "packed"}
 """Fields that may differ when a request is sent again: how it is answered, not what is run."""
-_OBJECT_BYTES = 512
-"""About what a sample takes besides its arrays and text."""
+_JOB_BYTES = 4096
+_SAMPLE_BYTES = 512
+"""About what each takes in memory besides arrays and text."""
 
 
 class Name(NamedTuple):
@@ -67,7 +68,7 @@ class Job:
         self.failure: TitoError | None = None
         self.ended = False
         self.attached = 0
-        self.size = _OBJECT_BYTES
+        self.size = _JOB_BYTES
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
@@ -129,6 +130,6 @@ class Job:
 
 def _size(group: Group) -> int:
     return group.prompt_ids.nbytes + sum(
-        _OBJECT_BYTES + s.completion_ids.nbytes + s.logprobs.nbytes + sys.getsizeof(s.text)
+        _SAMPLE_BYTES + s.completion_ids.nbytes + s.logprobs.nbytes + sys.getsizeof(s.text)
         for s in group.samples
     )

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import safetensors.torch
 import torch
@@ -37,7 +38,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
-from shared.weights import LazyTensor, TensorSpec
+from shared.weights import LazyTensor, TensorSpec, stream_checkpoint, stream_length
 from trainer.tiny_policy import build_tokenizer
 
 VOCABULARY, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 32768, 1024, 3072, 16, 8, 128
@@ -163,15 +164,45 @@ def _receive(listener: socket.socket, into: memoryview) -> None:
             into = into[count:]
 
 
+@contextlib.contextmanager
+def bare_uvicorn() -> Iterator[httpx.Client]:
+    """A web server that throws away what it is sent, in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", str(Path(__file__).parent)]
+    command += ["--port", str(port), "--lifespan", "off", "--log-level", "warning", "discard:app"]
+    process = subprocess.Popen(command)
+    try:
+        transport = httpx.HTTPTransport(retries=10)  # until it listens
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, transport=transport, timeout=600) as client:
+            client.post("/", content=b"").raise_for_status()
+            yield client
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def http_copy(weights: Tensors, client: httpx.Client) -> None:
+    """Every byte as our client sends it, to a web server that has no use for it."""
+    tensors = lazy(weights)
+    headers = {"content-length": str(stream_length(tensors))}
+    pieces: Any = stream_checkpoint(tensors)
+    client.post("/", content=pieces, headers=headers).raise_for_status()
+
+
 # The server.
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
 def server(model: Path) -> Iterator[RolloutClient]:
     """A real server in a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
     command += ["--max-model-len", str(MAX_LENGTH), "--log-level", "warning"]
     with (model.parent / "server.log").open("w") as log:
@@ -243,19 +274,29 @@ def publish(client: RolloutClient, weights: Tensors, base: DeltaBase | None = No
 median = statistics.median
 
 
-def full_uploads(client: RolloutClient, versions: list[Tensors], repeats: int) -> float:
-    """Full publishes beside plain copies of the same bytes; returns the median in seconds."""
+def full_uploads(
+    client: RolloutClient, versions: list[Tensors], repeats: int
+) -> tuple[float, float]:
+    """Full publishes beside plain copies of the same bytes; median seconds, in all and paused."""
     size = size_of(versions[0])
     target = np.zeros(size, np.uint8)
-    runs, by_socket, by_memory = [], [], []
-    for index in range(repeats):
-        weights = versions[index % 2]
-        by_memory.append(seconds(partial(memory_copy, weights, target)))
-        by_socket.append(seconds(partial(socket_copy, weights, target.data)))
-        runs.append(publish(client, weights))
+    runs, by_socket, by_memory, by_http = [], [], [], []
+    with bare_uvicorn() as bare:
+        for index in range(repeats):
+            weights = versions[index % 2]
+            by_memory.append(seconds(partial(memory_copy, weights, target)))
+            by_socket.append(seconds(partial(socket_copy, weights, target.data)))
+            by_http.append(seconds(partial(http_copy, weights, bare)))
+            runs.append(publish(client, weights))
     uploads = [run.result.timings["upload"] for run in runs]
     report("memory copy", bytes=size, seconds=median(by_memory))
     report("loopback socket copy", bytes=size, seconds=median(by_socket))
+    report(
+        "peer: upload to bare uvicorn, thrown away",
+        bytes=size,
+        seconds=median(by_http),
+        ratio_to_socket_copy=ratio(by_http, by_socket),
+    )
     for what, times in (("upload alone", uploads), ("whole publish", [r.total for r in runs])):
         report(
             f"full, {what}",
@@ -263,16 +304,18 @@ def full_uploads(client: RolloutClient, versions: list[Tensors], repeats: int) -
             seconds=median(times),
             ratio_to_socket_copy=ratio(times, by_socket),
             ratio_to_memory_copy=ratio(times, by_memory),
+            ratio_to_bare_uvicorn=ratio(times, by_http),
         )
+    pauses = median(paused(run.result) for run in runs)
     report(
         "full, by stage",
-        paused_seconds=median(paused(run.result) for run in runs),
+        paused_seconds=pauses,
         **{
             stage: median(run.result.timings[stage] for run in runs)
             for stage in runs[0].result.timings
         },
     )
-    return median(run.total for run in runs)
+    return median(run.total for run in runs), pauses
 
 
 def ratio(these: Sequence[float], those: Sequence[float]) -> float:
@@ -405,7 +448,7 @@ def main() -> None:
         folders = [save(Path(scratch) / f"{i}", config, versions[i]) for i in range(2)]
         with server(folders[0]) as client:
             publish(client, versions[1])  # warms up
-            full = full_uploads(client, versions, asked.repeats)
+            full, full_paused = full_uploads(client, versions, asked.repeats)
             deltas(client, versions, full)
             stalls(client, versions, asked.repeats)
         copy = Path(scratch) / "written.safetensors"
@@ -420,6 +463,7 @@ def main() -> None:
             paused_seconds=median(reloads),
             seconds=median(written) + median(reloads),
             tito_full_ratio=full / (median(written) + median(reloads)),
+            tito_paused_ratio=full_paused / median(reloads),
         )
 
 

@@ -200,6 +200,11 @@ def _read_noted(document: Any) -> int:
         raise MalformedBody(f"not a /rewards answer: {error!r}") from None
 
 
+def look(path: str, query: Mapping[str, str]) -> Call[dict[str, Any]]:
+    """``GET /viewer/...``: what the server's page is told."""
+    return Call("GET", f"/viewer/{path}", dict, params=dict(query))
+
+
 def info() -> Call[ServerInfo]:
     """``GET /info``."""
     return Call("GET", "/info", _read_info)

@@ -198,6 +198,16 @@ class RolloutClient:
         """
         return self._call(calls.report_rewards(groups))
 
+    def look(self, path: str, **query: str) -> dict[str, Any]:
+        """What the server's page is told, e.g. ``look("groups", limit="3")``.
+
+        Other than everything else here it is no part of the protocol, and may change.
+
+        Raises:
+            NotFound: it is not there, or the server keeps nothing to look at.
+        """
+        return self._call(calls.look(path, query))
+
     def lease(
         self,
         policy: str = DEFAULT_POLICY,
@@ -365,6 +375,10 @@ class AsyncRolloutClient:
     async def report_rewards(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """See :meth:`RolloutClient.report_rewards`."""
         return await self._call(calls.report_rewards(groups))
+
+    async def look(self, path: str, **query: str) -> dict[str, Any]:
+        """See :meth:`RolloutClient.look`."""
+        return await self._call(calls.look(path, query))
 
     def lease(
         self,

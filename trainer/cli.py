@@ -7,7 +7,7 @@
     python -m trainer report RUN
     python -m trainer ledger RUN [--step N]
     python -m trainer check URL
-    python -m trainer peek URL "question"
+    python -m trainer peek URL ["question"]
     python -m trainer demo
     python -m trainer tiny-policy DIR
 
@@ -154,8 +154,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_peek(parser: argparse.ArgumentParser) -> None:
     _add_url(parser)
-    parser.add_argument("question")
+    parser.add_argument("question", nargs="?", help="without one: what the server sampled last")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.add_argument("--recent", type=int, default=3, metavar="N", help="how many groups of it")
+    parser.add_argument("--tokens", action="store_true", help="shade tokens by probability")
     parser.set_defaults(command=_peek)
 
 
@@ -267,9 +269,12 @@ def _report(args: argparse.Namespace, console: Console) -> int:
 
 
 def _peek(args: argparse.Namespace, console: Console) -> int:
-    from trainer.peek import peek
+    from trainer.peek import peek, peek_recent
 
     with _client(args) as client:
+        if args.question is None:
+            peek_recent(client, console, args.recent, tokens=args.tokens)
+            return 0
         peek(
             client,
             console,
@@ -277,6 +282,7 @@ def _peek(args: argparse.Namespace, console: Console) -> int:
             group_size=args.group_size,
             max_tokens=_max_tokens(args, client),
             temperature=args.temperature,
+            tokens=args.tokens,
         )
     return 0
 

@@ -69,7 +69,7 @@ def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         [],
         ["fly"],
         ["train"],
-        ["peek", NOWHERE],
+        ["peek"],
         ["check", NOWHERE, "a=b"],
         ["train", "x", "--what"],
     ],

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from shared.client import RolloutClient
+from shared.errors import NotFound
 from shared.protocol import Rollout, Sample
-from trainer.peek import peek, print_answers
+from tests.rollout_server.viewer_support import HOSTILE, scripted
+from trainer.peek import answers_of, peek, peek_recent, print_group
 
 
 def printed(rollout: Rollout, *, terminal: bool = False) -> str:
@@ -18,7 +23,7 @@ def printed(rollout: Rollout, *, terminal: bool = False) -> str:
         force_terminal=terminal,
         color_system="standard" if terminal else None,
     )
-    print_answers(console, "2+2?", rollout)
+    print_group(console, "2+2?", answers_of(rollout))
     return out.getvalue()
 
 
@@ -29,12 +34,20 @@ def test_shows_every_answer_with_its_facts(
     lines = printed(make_rollout([samples])).splitlines()
     assert lines == [
         "question  2+2?",
-        " 1  2 tokens  stop  mean logprob -0.500  v4",
+        " 1  2 tokens  stop  mean logprob -0.500  v4  ################",
         "    four",
-        " 2  2 tokens  length  mean logprob -0.500  v4",
+        " 2  2 tokens  length  mean logprob -0.500  v4  ################",
         "    five",
-        "2 different answers of 2",
+        "2 different answers of 2, 2.0 tokens on average, 1 hit max_tokens!",
     ]
+
+
+def test_equal_answers_share_a_letter(
+    make_sample: Callable[..., Sample], make_rollout: Callable[..., Rollout]
+) -> None:
+    samples = [make_sample(text=text) for text in ("a", "b", "a", "c", "c", "c")]
+    facts = printed(make_rollout([samples])).splitlines()[1:-1:2]
+    assert [line.split("#  ")[1:] for line in facts] == [["A x2"], [], ["A x2"], *[["B x3"]] * 3]
 
 
 def test_equal_answers_share_a_colour(
@@ -70,3 +83,37 @@ def test_peek_at_a_real_server(server_url: str) -> None:
         rollout = peek(client, Console(file=out), "3+4=?", max_tokens=8)
     assert len(rollout.samples) == 8
     assert out.getvalue().count("mean logprob") == 8
+
+
+def test_recent_groups_come_with_rewards_and_tokens(untrained_model: Path, tmp_path: Path) -> None:
+    answers = {0: ["7", HOSTILE], 1: ["8", "9"]}
+    with scripted(untrained_model, tmp_path, lambda n: answers.get(n, ["7"])) as (server, _):
+        assert "no training groups yet" in recent(server.client)
+        rollout = server.client.rollout(["3+4=", "2+6="], group_size=2, max_tokens=400)
+        server.client.report_rewards([{"id": rollout.groups[1].id, "rewards": [1.0, 0.0]}])
+        shown = recent(server.client, tokens=True)
+        assert shown.index("3+4=") < shown.index("2+6=")
+        assert "reward 1.00" in shown
+        assert "mean reward 0.500" in shown
+        assert "least likely: " in shown
+        assert "\\x1b[31mred" in shown
+        assert not {"\x1b", "\u202e", "\u200b"} & set(shown)
+        assert "8<|im_end|>" in shown
+        assert "3+4=" not in recent(server.client, count=1)
+        coloured = recent(server.client, terminal=True, tokens=True)
+        assert "\x1b[" in coloured
+
+
+def recent(client: RolloutClient, *, count: int = 3, terminal: bool = False, **how: Any) -> str:
+    out = io.StringIO()
+    console = Console(file=out, soft_wrap=True, highlight=False, force_terminal=terminal)
+    peek_recent(client, console, count, **how)
+    return out.getvalue()
+
+
+def test_a_server_that_keeps_nothing_says_so(untrained_model: Path, tmp_path: Path) -> None:
+    with (
+        scripted(untrained_model, tmp_path, lambda _: ["7"], viewer=False) as (server, _),
+        pytest.raises(NotFound),
+    ):
+        recent(server.client)

@@ -234,6 +234,8 @@ class ServerPool:
             return sum(server.idle_seconds() for server in self._servers) / len(self._servers)
 
     def __enter__(self) -> Self:
+        # All that are up already get the first publish.
+        wait([in_background(server.look, "tito-servers") for server in self._servers])
         threading.Thread(target=self._watch, name="tito-servers", daemon=True).start()
         return self
 

@@ -94,7 +94,7 @@ def test_a_publish_reaches_all_and_a_step_is_known_by_its_digest(
 ) -> None:
     with pool_of([server.url for server in servers]) as pool:
         pool.publish(3)
-        join_all(pool)
+        assert pool.troubles() is None
         first = digests(servers)
         change(model)
         pool.publish(4)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.errors import Conflict
+from tests.rollout_server.support import samples_run
 from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
@@ -248,6 +249,20 @@ def test_samples_in_flight_are_stale_by_the_steps_between(
     metrics = read_records(tmp_path / "run" / "metrics.jsonl")
     assert all(m["updates"] == 1 and 0 <= m["staleness"] <= 2 for m in metrics)
     assert len(deltas) == (5 if transport == "delta" else 0)
+
+
+def test_two_servers_share_the_work_and_have_the_same_weights(
+    run_config: RunConfig, server_url: str, deterministic_url: str, tmp_path: Path
+) -> None:
+    urls = [server_url, deterministic_url]
+    before = [samples_run(url) for url in urls]
+    printed = run(run_config(server={"urls": urls}, evaluation={"prompts": 0}, train={"steps": 4}))
+    assert all(samples_run(url) > count for url, count in zip(urls, before, strict=True))
+    with RolloutClient(urls[0]) as one, RolloutClient(urls[1]) as other:
+        assert one.info().digest == other.info().digest
+    metrics = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [(m["updates"], m["staleness"]) for m in metrics] == [(1, 0)] * 4
+    assert "not current" not in printed
 
 
 def test_two_runs_do_not_share_a_server(run_config: RunConfig, server_url: str) -> None:

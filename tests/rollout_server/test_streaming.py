@@ -7,6 +7,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import (
     DeadlineExceeded,
     EngineFailure,
+    EngineUnavailable,
     InvalidRequest,
     NotFound,
     PreconditionFailed,
@@ -230,14 +232,14 @@ def test_bad_prompts_are_told_of_before_the_stream(server: Served) -> None:
 
 
 def test_what_fails_while_it_waits_is_told_of_in_the_stream(server: Served) -> None:
-    response = post(server.url, body(min_version=99, wait_seconds=0.5))
+    response = post(server.url, body(min_version=99, wait_seconds=1.0))
     assert response.status_code == 200
     *signs, error = [orjson.loads(line) for line in response.content.splitlines()]
     assert {"frame": "keepalive"} in signs
     assert error["frame"] == "error"
     assert (error["status"], error["error"]["code"]) == (412, "precondition_failed")
     with pytest.raises(PreconditionFailed) as refusal:
-        next(server.client.rollout_stream(PROMPTS, min_version=99, wait_seconds=0.5, **SMALL))
+        next(server.client.rollout_stream(PROMPTS, min_version=99, wait_seconds=1.0, **SMALL))
     assert refusal.value.details["version"] == server.client.info().version
 
 
@@ -252,6 +254,26 @@ def test_a_failure_comes_after_the_groups_that_were_finished(server: Served) -> 
             if len(arrived) == 3:
                 server.engine.withheld.clear()
     assert sorted(arrived) == [0, 1, 2]
+
+
+def test_what_an_engine_that_restarts_has_lost_is_asked_for_again(server: Served) -> None:
+    server.engine.withheld.add(3)
+    server.engine.poison = 3
+    server.engine.generate_error = EngineUnavailable("restarting", retry_after=1.0)
+    arrived = []
+
+    def mend() -> None:
+        eventually(lambda: not server.engine.running)
+        server.engine.poison = None
+
+    with ThreadPoolExecutor() as pool:
+        for group in server.client.rollout_stream(PROMPTS, **SMALL):
+            arrived.append(group.group_id)
+            if len(arrived) == 3:
+                server.engine.withheld.clear()
+                pool.submit(mend)
+    assert arrived[3:] == [3]
+    assert [server.engine.begun[tuple(prompt)] for prompt in PROMPTS[:3]] == [1, 1, 1]
 
 
 def test_a_bug_in_mid_stream_is_an_engine_failure(server: Served) -> None:
@@ -284,7 +306,9 @@ def test_a_slow_reader_waits_alone_and_gets_everything(server: Served) -> None:
         line.settimeout(60)
         content, ended = bytearray(), b"0\r\n\r\n"
         while not content.endswith(ended):
-            content += line.recv(1 << 20)
+            received = line.recv(1 << 20)
+            assert received, "the stream broke off"
+            content += received
     finally:
         line.close()
     assert content.count(b'"frame":"group"') == 120
@@ -362,23 +386,26 @@ def test_a_stream_that_was_never_started_asks_for_nothing(server: Served) -> Non
 
 # Deadlines
 
+DEADLINE_S = 1.5
+"""Enough for a busy machine to finish what is not held back."""
+
 
 def test_a_deadline_without_partial_is_an_error(server: Served) -> None:
     server.engine.withheld |= {1, 2}
-    with pytest.raises(DeadlineExceeded, match=r"2 of 4 groups were not finished after .* = 0\.2"):
-        server.client.rollout(PROMPTS, deadline_seconds=0.2, **SMALL)
-    eventually(lambda: server.engine.running == 0)
-    response = post(server.url, body(stream=False, deadline_seconds=0.2))
+    response = post(server.url, body(stream=False, deadline_seconds=DEADLINE_S))
     assert response.status_code == 504
-    assert response.json()["error"]["code"] == "deadline_exceeded"
-    assert server.engine.cancelled == 4
+    error = response.json()["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert "2 of 4 groups were not finished" in error["message"]
+    eventually(lambda: server.engine.running == 0)
+    assert server.engine.cancelled == 2
 
 
 def test_a_deadline_in_mid_stream_is_an_error_frame(server: Served) -> None:
     server.engine.withheld |= {1, 2}
     arrived = []
     with pytest.raises(DeadlineExceeded):  # noqa: PT012
-        for group in server.client.rollout_stream(PROMPTS, deadline_seconds=0.3, **SMALL):
+        for group in server.client.rollout_stream(PROMPTS, deadline_seconds=DEADLINE_S, **SMALL):
             arrived.append(group.group_id)
     assert sorted(arrived) == [0, 3]
     eventually(lambda: server.engine.running == 0)
@@ -386,7 +413,7 @@ def test_a_deadline_in_mid_stream_is_an_error_frame(server: Served) -> None:
 
 def test_partial_answers_say_what_is_missing(server: Served) -> None:
     server.engine.withheld |= {1, 2}
-    asked: dict[str, Any] = {"deadline_seconds": 0.3, "partial": True, **SMALL}
+    asked: dict[str, Any] = {"deadline_seconds": DEADLINE_S, "partial": True, **SMALL}
     rollout = server.client.rollout(PROMPTS, **asked)
     assert [group.group_id for group in rollout.groups] == [0, 3]
     assert rollout.missing == (1, 2)

@@ -108,7 +108,8 @@ class ForeignUpdates:
             if fence is None:
                 update.fence = await asyncio.to_thread(self._acquire, caller)
             self._leases.check(DEFAULT_POLICY, update.fence, owner=caller.name)
-            begin = control.begin_receiving(folder / _FILE, header_bytes)
+            most = service.settings.max_upload_bytes
+            begin = control.begin_receiving(folder / _FILE, header_bytes, most)
             await self._within(service, engine, "start", begin)
 
     async def receive(self, caller: Caller, info: UpdateInfo) -> None:

@@ -42,7 +42,7 @@ class Control(Protocol):
         """Connect the workers with a trainer."""
         ...
 
-    async def begin_receiving(self, path: Path, header_bytes: int) -> None:
+    async def begin_receiving(self, path: Path, header_bytes: int, max_bytes: int) -> None:
         """Write what arrives from now on to a safetensors file; the live weights stay."""
         ...
 
@@ -99,9 +99,9 @@ class VLLMControl:
     async def init_transfer(self, info: dict[str, Any]) -> None:
         await self._engine.call_workers("init_weight_transfer_engine", init_info=info)
 
-    async def begin_receiving(self, path: Path, header_bytes: int) -> None:
+    async def begin_receiving(self, path: Path, header_bytes: int, max_bytes: int) -> None:
         await self._engine.call_workers(
-            "tito_receive_begin", path=str(path), header_bytes=header_bytes
+            "tito_receive_begin", path=str(path), header_bytes=header_bytes, max_bytes=max_bytes
         )
 
     async def receive(self, info: UpdateInfo) -> None:

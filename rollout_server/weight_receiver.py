@@ -41,12 +41,14 @@ class Spill(nn.Module):
         path: of the safetensors file; None drops the tensors, for all ranks but the first, which
             receive the same.
         header_bytes: room for the header, which is known last but comes first.
+        max_bytes: of all tensors together.
     """
 
-    def __init__(self, path: Path | None, header_bytes: int) -> None:
+    def __init__(self, path: Path | None, header_bytes: int, max_bytes: int) -> None:
         super().__init__()
         self._file = path.open("wb") if path else None
         self._header_bytes = header_bytes
+        self._max_bytes = max_bytes
         self._end = 0
         self._header: dict[str, Any] = {}
         if self._file:
@@ -56,7 +58,8 @@ class Spill(nn.Module):
         """Append tensors to the file; vLLM's engines call this, with buffers that they reuse.
 
         Raises:
-            ValueError: a tensor comes a second time, or has a dtype that safetensors lacks.
+            ValueError: a tensor comes a second time, has a dtype that safetensors lacks, or is too
+                much.
         """
         names = set()
         for name, tensor in weights:
@@ -69,9 +72,11 @@ class Spill(nn.Module):
         if name in self._header or tensor.dtype not in _DTYPES:
             raise ValueError(f"tensor {name} came twice, or has a dtype unknown: {tensor.dtype}")
         content = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        end = self._end + content.nbytes
+        if end > self._max_bytes:
+            raise ValueError(f"the tensors exceed {self._max_bytes} bytes")
         assert self._file is not None
         self._file.write(content.data)
-        end = self._end + content.nbytes
         self._header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -109,11 +114,11 @@ class WeightReceiver:
     weight_transfer_engine: Any
     _tito_spill: Spill | None = None
 
-    def tito_receive_begin(self, path: str, header_bytes: int) -> None:
+    def tito_receive_begin(self, path: str, header_bytes: int, max_bytes: int) -> None:
         """Send whatever arrives from now on to a new file."""
         self.tito_receive_abandon()
         engine = self.weight_transfer_engine
-        self._tito_spill = Spill(None if self.rank else Path(path), header_bytes)
+        self._tito_spill = Spill(None if self.rank else Path(path), header_bytes, max_bytes)
         engine.set_weight_update_target(self._tito_spill, engine.model_config)
         with self._tito_config():
             engine.start_weight_update()

@@ -16,6 +16,7 @@ from trainer.errors import RewardError
 from trainer.rewards import Outcome, Score, TimedOut
 from trainer.rewards import code as code_module
 from trainer.rewards.code import code
+from trainer.rewards.load import Part, load_part
 from trainer.rewards.program import Limits, confinement_problem, passed_tests
 
 pytestmark = pytest.mark.skipif(
@@ -118,6 +119,8 @@ def test_programs_that_take_too_long_fail() -> None:
     assert reward("while True: pass", "assert True", seconds=1.0) == 0.0
     assert reward("def f(x):\n    while True: pass", "assert f(3) == 9", seconds=1.0) == 0.0
     assert reward("input(); input()", {"inputs": ["3"], "outputs": [""]}, seconds=1.0) == 0.0
+    closed = "import os\nos.close(1)\nwhile True: pass"
+    assert reward(closed, {"inputs": ["3"], "outputs": [""]}, seconds=1.0) == 0.0
     assert reward("while True: print('x' * 999)", {"inputs": [""], "outputs": [""]}) == 0.0
 
 
@@ -211,6 +214,9 @@ def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(code_module, "confinement_problem", lambda: "unshare: not permitted")
     with pytest.raises(RewardError, match="allow_network = true"):
         reward(SQUARE, "assert f(3) == 9")
+    with pytest.raises(RewardError, match="allow_network = true"):
+        load_part(Part("code", "code", 1.0, {}))
+    load_part(Part("code", "code", 1.0, {"allow_network": True}))
     assert reward(SQUARE, "assert f(3) == 9", allow_network=True) == 1.0
 
 

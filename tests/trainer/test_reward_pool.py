@@ -31,9 +31,9 @@ def by_text(*, text, **_):
     if text == "exit": os._exit(3)
     if text == "crash": ctypes.string_at(0)
     if text == "memory": bytearray(1 << 40)
-    if text == "much memory": return sum(len(part) for part in [bytearray(1 << 26)] * 1 + [
-        bytearray(1 << 26) for _ in range(64)])
+    if text == "much memory": return len([bytearray(1 << 20) for _ in range(100)])
     if text == "raise": raise KeyError("x")
+    if text == "surrogate": raise KeyError("\\ud800")
     if text == "quit": raise SystemExit(1)
     return len(text)
 
@@ -64,11 +64,23 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_whatever_goes_wrong_costs_one_sample(file: Path, score_texts: ScoreTexts) -> None:
-    texts = ["a", "hang", "bb", "exit", "crash", "memory", "much memory", "raise", "quit", "ccc"]
+    texts = [
+        "a",
+        "hang",
+        "bb",
+        "exit",
+        "crash",
+        "memory",
+        "much memory",
+        "raise",
+        "quit",
+        "surrogate",
+        "ccc",
+    ]
     outcomes = score_texts(
-        texts, function=f"{file}:by_text", timeout_s=2.0, workers=2, memory_mb=1024
+        texts, function=f"{file}:by_text", timeout_s=8.0, workers=2, memory_mb=64
     )
-    late = TimedOut("no verdict within 2 s (reward.timeout_s)")
+    late = TimedOut("no verdict within 8 s (reward.timeout_s)")
     died = "the worker died while it scored this sample"
     assert outcomes == [
         Score(1.0),
@@ -80,6 +92,7 @@ def test_whatever_goes_wrong_costs_one_sample(file: Path, score_texts: ScoreText
         Failed("MemoryError: "),
         Failed("KeyError: 'x'"),
         Failed("SystemExit: 1"),
+        Failed(r"KeyError: '\ud800'"),
         Score(3.0),
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from trainer.errors import RewardError
 from trainer.rewards import functions
-from trainer.rewards.code import code
+from trainer.rewards.code import code, confined
 from trainer.rewards.service import Service
 
 SERVICE = "http"
@@ -57,12 +57,15 @@ def load_part(part: Part) -> RewardFunction | Service:
     """The callable of one part, with its options bound.
 
     Raises:
-        RewardError: no such built-in, file or function, the file raises, or it has no such option.
+        RewardError: no such built-in, file or function, the file raises, or it has no such option;
+            or it runs programs, and the machine cannot confine them.
     """
     if part.function == SERVICE:
         return Service.from_options(part.options)
     function = load_reward(part.function)
     _refuse_unknown_options(part, function)
+    if function is code:
+        confined(bool(part.options.get("allow_network", False)))
     return partial(function, **part.options) if part.options else function
 
 

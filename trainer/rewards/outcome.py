@@ -60,7 +60,9 @@ def verdict(value: Any) -> Outcome:
 
 def failure(error: BaseException) -> Failed:
     """What a raised exception stands for."""
-    return Failed(f"{type(error).__name__}: {error}"[:500])
+    reason = f"{type(error).__name__}: {error}"[:500]
+    # Half a surrogate pair, as texts cut in the middle have, cannot be sent or written.
+    return Failed(reason.encode("utf-8", "backslashreplace").decode())
 
 
 def combine(names: Sequence[str], weights: Sequence[float], parts: Sequence[Outcome]) -> Outcome:

@@ -99,10 +99,12 @@ def _output(source: str, given: str, limits: Limits, deadline: float) -> str | N
         with _jailed({"role": "script", "source": source}, limits, **pipes) as process:
             assert process.stdout is not None
             said = _read(process.stdout.fileno(), deadline)
-            if said is None:
+            # It may have closed its output and go on.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            if said is None or process.returncode != 0:
                 return None
-            status = process.wait()
-    return said.decode(errors="replace") if status == 0 else None
+    return said.decode(errors="replace")
 
 
 def _lines(text: str) -> list[str]:

@@ -29,7 +29,6 @@ from tests.rollout_server.engines import (
     in_flight,
     running,
 )
-from tests.rollout_server.file_transfer import BACKEND, FileEngine
 from tests.rollout_server.support import (
     BF16_MEAN_NATS,
     Weights,
@@ -42,6 +41,9 @@ from tests.rollout_server.support import (
 @pytest.fixture(scope="module")
 def real(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with vLLM that receives weights by a backend for CPU."""
+    # Here, since vLLM takes long to import, also where only other tests are run.
+    from tests.rollout_server.file_transfer import BACKEND, FileEngine
+
     settings = ServerSettings(
         model=str(tiny_model),
         weight_transfer=BACKEND,

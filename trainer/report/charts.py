@@ -132,7 +132,7 @@ def short(value: float | None) -> str:
         return f"{value:,.0f}"
     if size >= 100 or float(value).is_integer():
         return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"
 
 
 def _drawn(one: Series, plane: _Plane, number: int) -> list[Html]:

@@ -171,8 +171,12 @@ def _ledger(record: RunRecord) -> Html | None:
     return _section(
         "Ledger",
         "what became of every sample",
-        tag("div", bar_chart("Samples of a step", bars), class_="charts"),
-        table(["Fate", "Groups", "Samples", "Share", "Tokens", "Meaning"], rows),
+        tag(
+            "div",
+            bar_chart("Samples of a step", bars),
+            table(["Fate", "Groups", "Samples", "Share", "Tokens", "Meaning"], rows),
+            class_="beside",
+        ),
         [tag("h3", "Rewards without a verdict"), table(["Samples", "Reason"], _reasons(errors))]
         if errors
         else None,

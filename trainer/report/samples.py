@@ -170,7 +170,7 @@ def again_section(prompt: Group, appearances: Sequence[Appearance], decode: Deco
             f"{a.step}",
             f"v{a.version}",
             short(a.mean),
-            [_counted(a, *answer) for answer in a.answers],
+            _answers(a),
         ]
         for a in shown
     ]
@@ -181,6 +181,10 @@ def again_section(prompt: Group, appearances: Sequence[Appearance], decode: Deco
         table(["Step", "Version", "Mean reward", "Answers, the most frequent first"], rows),
         tag("p", f"{left} steps between these are left out", class_="meta") if left else None,
     )
+
+
+def _answers(appearance: Appearance) -> Html:
+    return tag("div", [_counted(appearance, *a) for a in appearance.answers], class_="answers")
 
 
 def _spread_out(appearances: Sequence[Appearance], most: int) -> list[Appearance]:

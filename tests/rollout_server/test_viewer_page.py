@@ -70,8 +70,8 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def _complaints(said: ConsoleMessage) -> list[str]:
-    # The browser itself reports an answer of 401 or 403, for which the page then asks for a token.
-    refused = re.search(r"status of 40[13]", said.text)
+    # The browser itself reports what the page deals with: refusals, and a server that is away.
+    refused = re.search(r"status of 40[13]|ERR_INTERNET_DISCONNECTED", said.text)
     return [said.text] if said.type in ("error", "warning") and not refused else []
 
 
@@ -391,3 +391,27 @@ def test_it_asks_for_a_token_and_keeps_it_out_of_the_address(
         assert page.input_value("#token") == ""
         page.reload()
         page.wait_for_selector(row(group))
+
+
+def test_it_tells_when_the_engine_is_dead(model: Path, tmp_path: Path, page: Page) -> None:
+    with scripted(model, tmp_path, lambda _: ["7"]) as (server, engine):
+        (group,) = roll(server)
+        page.goto(server.url)
+        page.wait_for_selector(row(group))
+        engine.failure = "it died"
+        page.wait_for_selector("#banner:has-text('the engine')")
+        page.wait_for_selector("#server .mark:not(.passed)")
+        page.click(row(group))
+        page.wait_for_selector(".sample")
+
+
+def test_it_goes_on_when_the_server_comes_back(server: Running, page: Page) -> None:
+    (first,) = roll(server)
+    page.goto(server.url)
+    page.wait_for_selector(row(first))
+    page.context.set_offline(True)
+    page.wait_for_selector("#banner:has-text('does not answer')")
+    page.context.set_offline(False)
+    (second,) = roll(server)
+    page.wait_for_selector(row(second))
+    page.wait_for_selector("#banner", state="hidden")

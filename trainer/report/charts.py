@@ -10,7 +10,7 @@ from typing import Any
 from trainer.report.markup import Html, tag
 
 WIDTH, HEIGHT = 520, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 10, 24
 
 Points = Sequence[tuple[float, float]]
 

@@ -19,14 +19,14 @@ async function turn() {
   clearTimeout(timer);
   let wait = EVERY_MS;
   try {
-    if (!paused && !document.hidden) await update();
-    say("");
+    if (!paused && !document.hidden) say(await update());
   } catch (error) {
     wait = handle(error);
   }
   if (wait) timer = setTimeout(turn, wait);
 }
 
+/** Show what is new; returns what is wrong with the engine, or nothing. */
 async function update() {
   const state = await get("viewer/state");
   byId("sign-in").hidden = true;
@@ -35,7 +35,7 @@ async function update() {
   if (!state.server) {
     showLights([]);
     revision = -1;
-    return;
+    return state.engine.reason;
   }
   showLights(state.lights);
   announceVerdicts(state.lights);
@@ -49,6 +49,7 @@ async function update() {
   revision = state.revision;
   updateCharts(history);
   await followSelection();
+  return state.engine.reason;
 }
 
 /** Open what the address names, and show rewards that came after a group was opened. */

@@ -30,11 +30,10 @@ _PROMPT_CHARS = 400
 _UNLIKELY_SHOWN = 3
 # Each shade brings its own ground and ink, so that it can be read on any terminal.
 _SHADES = (
-    (0.9, ""),
-    (0.5, "black on color(230)"),
-    (0.2, "black on color(223)"),
-    (0.05, "black on color(216)"),
-    (0.01, "bold black on color(209)"),
+    (0.5, ""),
+    (0.2, "black on color(230)"),
+    (0.05, "black on color(223)"),
+    (0.01, "bold black on color(216)"),
     (0.0, "bold underline black on color(203)"),
 )
 
@@ -173,12 +172,12 @@ def _letters(counts: Counter[str]) -> dict[str, str]:
 
 def _facts(number: int, answer: Answer, letter: str, longest: int) -> Text:
     mean = "none" if answer.logprob is None else f"{answer.logprob:.3f}"
-    line = Text(f"{number:>2}  ", style="dim")
+    line = Text(f"{number:>2}  ")
     if answer.reward is not None:
         line.append(f"reward {answer.reward:.2f}  ", style="bold")
-    line.append(f"{answer.length} tokens  ")
+    line.append(f"{answer.length} tokens  ", "dim")
     line.append(f"{answer.ends}", style="yellow" if answer.ends != "stop" else "dim")
-    line.append(f"  mean logprob {mean}  v{answer.version}")
+    line.append(f"  mean logprob {mean}  v{answer.version}", "dim")
     line.append(f"  {'#' * max(1, round(answer.length / max(longest, 1) * _BAR_WIDTH))}", "dim")
     line.append(f"  {letter}" if letter else "", "dim")
     return line
@@ -203,7 +202,7 @@ def _unlikely(tokens: Sequence[tuple[str, float]]) -> str:
 
 def _summary(answers: Sequence[Answer], different: int) -> Text:
     cut = sum(answer.ends == "length" for answer in answers)
-    line = Text(f"{different} different answers of {len(answers)}", style="dim")
+    line = Text(f"{different} different answers of {len(answers)}")
     if answers:
         line.append(
             f", {sum(answer.length for answer in answers) / len(answers):.1f} tokens on average"

@@ -1,6 +1,7 @@
 """The inference engine behind one small protocol, and vLLM as its implementation.
 
-Nothing outside this module and ``worker_plugin.py`` imports vllm. The engine knows token ids and
+Outside this module, only what vLLM loads into its workers and what hands its own routes on
+(``vllm_serving.py``, ``vllm_control.py``) import vllm. The engine knows token ids and
 integer versions; prompts, text, digests and HTTP are other modules' business.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rollout_server.heap import freeze_heap
 from rollout_server.settings import ServerSettings
 from rollout_server.worker_plugin import PARENT_VARIABLE
 from shared.errors import EngineFailure
@@ -65,6 +67,19 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Given tokens as the engine's weights see them.
+
+    Attributes:
+        logprobs: ``[len(ids) - 1]``; entry i is that of ``ids[i + 1]`` after all before it.
+        version: of the weights; None if they were never stamped.
+    """
+
+    logprobs: Sequence[float]
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled sequence as the engine produced it.
 
@@ -108,6 +123,10 @@ class Engine(Protocol):
         adapter: Adapter | None = None,
     ) -> list[Completion]:
         """Sample n completions of one prompt; cancelling the call cancels the work."""
+        ...
+
+    async def score(self, ids: Sequence[int], adapter: Adapter | None = None) -> Scored:
+        """Log-probabilities of given tokens, at temperature 1; nothing is kept of the sampled."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -161,6 +180,7 @@ class VLLMEngine:
             _engine_args(settings, self.worker_extension)
         )
         self._ids = itertools.count()
+        freeze_heap()
 
     @property
     def llm(self) -> AsyncLLM:
@@ -182,20 +202,31 @@ class VLLMEngine:
         n: int,
         adapter: Adapter | None = None,
     ) -> list[Completion]:
+        # vLLM refuses several greedy samples of one prompt, which would be equal anyway.
+        different = n if sampling.temperature > 0 else 1
+        output = await self._output(prompt_ids, _params(sampling, different), adapter)
+        return [_completion(completion) for completion in output.outputs] * (n // different)
+
+    async def score(self, ids: Sequence[int], adapter: Adapter | None = None) -> Scored:
+        output = await self._output(ids, _scoring_params(), adapter)
+        # The weights of the one token that is sampled: a load in between starts the prompt anew.
+        versions = output.outputs[0].weight_versions or ()
+        version = int(versions[-1].version) if versions else None
+        return Scored(output.prompt_logprobs.logprobs, version)
+
+    async def _output(
+        self, prompt_ids: Sequence[int], params: SamplingParams, adapter: Adapter | None
+    ) -> Any:
+        """The whole answer to one prompt."""
         from vllm import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
         request_id = f"group-{next(self._ids)}"
         lora = _lora_request(adapter) if adapter else None
-        # vLLM refuses several greedy samples of one prompt, which would be equal anyway.
-        different = n if sampling.temperature > 0 else 1
         try:
-            async for output in self._llm.generate(
-                prompt, _params(sampling, different), request_id, lora_request=lora
-            ):
-                completions = [_completion(completion) for completion in output.outputs]
-                return completions * (n // different)
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+                return output
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
         except EngineGenerateError as error:
@@ -204,9 +235,7 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         # Without clear_cache, keys and values of the old weights would serve the new ones.
-        await self.while_alive(
-            self._llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=True)
-        )
+        await self.while_alive(self._llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=True))
 
     async def resume(self) -> None:
         if self.held:
@@ -339,6 +368,19 @@ def _params(sampling: SamplingSettings, n: int) -> SamplingParams:
         flat_logprobs=True,
         # Text is decoded once, by us; the engine needs it only to look for stop strings.
         detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _scoring_params() -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

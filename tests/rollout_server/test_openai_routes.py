@@ -139,6 +139,41 @@ def test_an_engine_that_is_not_vllm_has_no_such_routes(tiny_model: Path, tmp_pat
         assert httpx.get(f"{fake.url}/health").status_code == 200
 
 
+def test_they_queue_with_rollouts(tiny_model: Path, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    settings = ServerSettings(
+        model=str(tiny_model), staging_dir=tmp_path, max_running_samples=1, max_queued_samples=2
+    )
+    body = {"prompt": "x", "n": 2}
+    with running(settings, lambda _: engine) as fake, ThreadPoolExecutor(2) as pool:
+        engine.gate.clear()  # the server has tried it by now
+        try:
+            rollouts = [
+                pool.submit(fake.client.rollout, [[5]], group_size=1, max_tokens=2)
+                for _ in range(2)
+            ]
+            eventually(lambda: 'tito_queued{unit="samples"} 1.0' in metrics(fake))
+            full = httpx.post(f"{fake.url}/v1/completions", json=body)
+            assert full.status_code == 429
+            assert int(full.headers["retry-after"]) >= 1
+            assert error_of(full)["type"] == "rate_limit_error"
+            never = httpx.post(f"{fake.url}/v1/completions", json={**body, "n": 3})
+            assert never.status_code == 422
+            # To tokenize takes no turn, and comes as far as this engine, which is not vLLM.
+            tokens = httpx.post(f"{fake.url}/tokenize", json={"prompt": "x"})
+            assert tokens.status_code == 404
+        finally:
+            engine.gate.set()
+        for rollout in rollouts:
+            rollout.result(PATIENCE_S)
+        assert httpx.post(f"{fake.url}/v1/completions", json=body).status_code == 404
+        assert 'tito_queued{unit="samples"} 0.0' in metrics(fake)
+
+
+def metrics(server: Running) -> str:
+    return httpx.get(f"{server.url}/metrics").text
+
+
 @pytest.mark.usefixtures("adapter")
 def test_models_are_the_policies(gpt: openai.OpenAI, tiny_model: Path) -> None:
     names = [model.id for model in gpt.models.list()]

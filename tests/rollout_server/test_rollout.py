@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from shared.calls import PromptLike
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import InvalidRequest
-from shared.protocol import JSON, MSGPACK, Sample, SamplingSettings
+from shared.protocol import IDEMPOTENCY_HEADER, JSON, MSGPACK, Sample, SamplingSettings
 from shared.tokens import tokenizer_fingerprint
 from tests.rollout_server.support import (
     BF16_MEAN_NATS,
@@ -325,9 +326,10 @@ def greedy_body(**more: Any) -> dict[str, Any]:
 
 
 def test_three_encodings_carry_one_answer(server_url: str) -> None:
-    plain = post(server_url, greedy_body(), accept=MSGPACK)
-    packed = post(server_url, greedy_body(packed=True), accept=MSGPACK)
-    json = post(server_url, greedy_body(), accept=JSON)
+    key = {IDEMPOTENCY_HEADER: uuid.uuid4().hex}  # one rollout, asked for three times
+    plain = post(server_url, greedy_body(), accept=MSGPACK, headers=key)
+    packed = post(server_url, greedy_body(packed=True), accept=MSGPACK, headers=key)
+    json = post(server_url, greedy_body(), accept=JSON, headers=key)
     kinds = [answer.headers["content-type"] for answer in (plain, packed, json)]
     assert kinds == [MSGPACK, MSGPACK, JSON]
     document = msgpack.unpackb(plain.content)

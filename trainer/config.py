@@ -28,6 +28,16 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraConfig(_Section):
+    """A low-rank adapter instead of all weights."""
+
+    rank: CountOrNone = Field(default=0, description="0 trains all weights.")
+    alpha: Count = Field(default=32, description="The adapter is scaled by alpha / rank.")
+    target_modules: tuple[str, ...] = Field(
+        default=(), description="Names of layers; none: every linear layer but the head."
+    )
+
+
 class ModelConfig(_Section):
     """The model that is trained."""
 
@@ -49,6 +59,7 @@ class ModelConfig(_Section):
     activation_checkpointing: bool = Field(
         default=False, description="Compute activations again instead of keeping them."
     )
+    lora: LoraConfig = LoraConfig()
 
 
 class ServerConfig(_Section):
@@ -299,8 +310,15 @@ class ObjectiveConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """AdamW and its schedule: linear warm-up, then constant."""
+    """The optimizer and its schedule: linear warm-up, then constant."""
 
+    name: str = Field(
+        default="AdamW",
+        description="A class of torch.optim. The betas and eps below are for AdamW alone.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of that class."
+    )
     lr: float = Field(
         default=1e-6, ge=0.0, description="0 changes nothing, which proves a loop honest."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from shared.tokens import tokenizer_fingerprint
 from trainer.checkpoint import restore_trainer
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
+from trainer.lora import add_lora
 from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
@@ -24,7 +26,8 @@ class Learner:
     """The trained model and everything that changes with it.
 
     Attributes:
-        reference: the frozen model that the KL is measured against; None when beta is 0.
+        reference: the frozen model that the KL is measured against; None when beta is 0, and when
+            there is an adapter, without which the model is its own reference.
         fingerprint: of the tokenizer, to be compared with the server's.
         pad_id: fills the batch; nothing depends on which id it is.
         unpacked: why sequences are padded, not packed; empty when they are packed.
@@ -33,7 +36,7 @@ class Learner:
     model: PreTrainedModel
     reference: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     objective: Objective
     device: torch.device
@@ -55,8 +58,10 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
     objective = config.resolved_objective()
     source = str(checkpoint / "model") if checkpoint else config.model.path
     model, tokenizer = _load(source, config, device)
+    if config.model.lora.rank and checkpoint is None:
+        _add_lora(model, config)
     reference = None
-    if objective.beta > 0:
+    if objective.beta > 0 and not config.model.lora.rank:
         dtype = getattr(torch, config.model.dtype)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
     unpacked = _choose_packing(config, [model] if reference is None else [model, reference])
@@ -98,6 +103,14 @@ def _load(
         raise ConfigError(f"cannot load the model {source}: {error}") from error
 
 
+def _add_lora(model: PreTrainedModel, config: Config) -> None:
+    seed_everything(config.train.seed)  # a fresh adapter is drawn
+    try:
+        add_lora(model, config.model.lora)
+    except ValueError as error:
+        raise ConfigError(f"model.lora: {error}") from error
+
+
 def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:
     """Pack if the configuration wants it; returns why not."""
     if config.model.packing == "off":
@@ -112,15 +125,23 @@ def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:
     return ""
 
 
-def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-    )
+def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """The configured optimizer over all parameters that are trained.
+
+    Raises:
+        ConfigError: torch has no such optimizer, or it takes other options.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = getattr(torch.optim, options.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.name: torch.optim has no {options.name}")
+    arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if kind is torch.optim.AdamW:
+        arguments |= {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    try:
+        return kind(trained, **(arguments | options.options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.options: {error}") from error
 
 
 def build_scheduler(

@@ -7,6 +7,7 @@ out is laid out as ``[N, T]`` either way, so nothing else in the trainer knows t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.batch import scoring_positions
 from trainer.head import head_of, logprobs_and_entropy
+from trainer.lora import ADAPTER, base_of
 from trainer.packing import is_packed, pack
 
 _PROBE_TOKENS = 4
@@ -29,18 +31,21 @@ def load_policy(
     the first update, and the KL to a reference not 0.
 
     Args:
-        source: checkpoint directory or hub name.
+        source: checkpoint directory or hub name; one with an adapter is loaded with its base.
         dtype: of all weights.
 
     Raises:
         ValueError: some dropout cannot be turned off through the config, or the model does more to
             its logits than ``token_logprobs`` knows.
     """
-    config = AutoConfig.from_pretrained(source)
+    base = base_of(Path(source)) or source
+    config = AutoConfig.from_pretrained(base)
     for part in (config, config.get_text_config()):
         for name in _active_dropout(part):
             setattr(part, name, 0.0)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    if base != source:
+        loaded.load_adapter(source, adapter_name=ADAPTER, is_trainable=True)
     model: PreTrainedModel = loaded.to(device)
     check_no_dropout(model)
     check_logits(model)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest
+from trainer.lora import Merged, merged_tensors
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -36,11 +37,11 @@ _SAFETENSORS_NAMES = {
 class _Load:
     """Produces one tensor's bytes, on demand."""
 
-    tensor: Tensor
+    tensor: Merged
     dtype: torch.dtype
 
     def __call__(self) -> memoryview:
-        host = self.tensor.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        host = self.tensor().detach().to(device="cpu", dtype=self.dtype).contiguous()
         # numpy has no bfloat16, so the bytes are viewed before they leave torch.
         return host.flatten().view(torch.uint8).numpy().data
 
@@ -49,7 +50,8 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
     """Every tensor of the model's checkpoint, to be loaded one by one.
 
     Args:
-        model: parameters and persistent buffers are named as in its checkpoint.
+        model: parameters and persistent buffers are named as in its checkpoint; an adapter's are
+            merged into the weights that they change.
         dtype: what floating-point tensors are cast to; others keep their type.
 
     A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
@@ -63,18 +65,17 @@ def tensors_digest(model: nn.Module, dtype: torch.dtype) -> str:
     return checkpoint_digest((t.spec, xxhash.xxh3_128_hexdigest(t.load())) for t in tensors)
 
 
-def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _distinct(model: nn.Module) -> Iterator[tuple[str, Merged]]:
     seen: set[int] = set()
-    # keep_vars leaves the parameters themselves in the dict, so that identity shows what is tied.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+    for name, tensor in merged_tensors(model):
+        if id(tensor.base) not in seen:
+            seen.add(id(tensor.base))
             yield name, tensor
 
 
-def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
-    target = dtype if tensor.is_floating_point() else tensor.dtype
-    spec = TensorSpec(name, _SAFETENSORS_NAMES[target], tuple(tensor.shape))
+def _lazy(name: str, tensor: Merged, dtype: torch.dtype) -> LazyTensor:
+    target = dtype if tensor.base.is_floating_point() else tensor.base.dtype
+    spec = TensorSpec(name, _SAFETENSORS_NAMES[target], tuple(tensor.base.shape))
     return LazyTensor(spec, _Load(tensor, target))
 
 

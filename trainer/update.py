@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.grpo import LossSums, policy_loss, token_weights
 from trainer.kl import kl_to_reference
 from trainer.learner import Learner
 from trainer.ledger import NEVER_SCORED, Fate
+from trainer.lora import adapter_off
 from trainer.objective import Objective
 from trainer.policy import token_logprobs
 from trainer.rewards import Outcome, Score
@@ -162,9 +164,12 @@ def policy_logprobs(model: PreTrainedModel, part: Batch, config: Config) -> Tens
 
 
 def _reference_logprobs(learner: Learner, part: Batch, config: Config) -> Tensor | None:
-    if learner.reference is None:
+    if learner.objective.beta == 0:
         return None
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
+        if learner.reference is None:
+            stack.enter_context(adapter_off(learner.model))
+            return policy_logprobs(learner.model, part, config)
         return policy_logprobs(learner.reference, part, config)
 
 
@@ -222,7 +227,7 @@ class _Tally:
             loss_tokens=int(means["tokens"]) // updates,
             loss=means["loss"] / updates,
             kl_sampler=float(self.drift) / max(means["tokens"], 1.0),
-            kl_reference=means["kl"] if learner.reference else math.nan,
+            kl_reference=means["kl"] if learner.objective.beta > 0 else math.nan,
             ratio=means["ratio"],
             clipped=means["clipped_low"] + means["clipped_high"],
             masked_tokens=int(self.sums.dropped) // updates,

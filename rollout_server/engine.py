@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout_server.heap import freeze_heap
-from rollout_server.heap import freeze_heap
 from rollout_server.settings import ServerSettings
 from rollout_server.worker_plugin import PARENT_VARIABLE
 from shared.errors import EngineFailure

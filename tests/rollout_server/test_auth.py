@@ -24,8 +24,10 @@ CALLERS = [
 ]
 
 PROBES = {"/health", "/healthz", "/readyz"}
-OPEN = PROBES | {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
-"""Routes for probes, and the description of the API. Everything else asks for a token."""
+PAGE = {"/", "/viewer/page/{name}"}
+OPEN = PROBES | PAGE | {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+"""Routes for probes, the page without what it shows, and the description of the API. Everything
+else asks for a token."""
 
 
 @pytest.fixture

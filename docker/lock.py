@@ -56,15 +56,18 @@ def _children(requirement: Requirement) -> list[Requirement]:
     ]
 
 
+def render(root: str) -> str:
+    """The lock file of an image whose contents are one requirement."""
+    lines = locked()
+    names = sorted(needed(root, lines))
+    head = f"# Of requirements-cpu.lock, what {root} needs; made by docker/lock.py.\n"
+    return head + "".join(f"{lines[name]}\n" for name in names)
+
+
 def main() -> None:
     """Write every image's lock file beside this script."""
-    lines = locked()
     for image, root in IMAGES.items():
-        names = sorted(needed(root, lines))
-        head = f"# Of requirements-cpu.lock, what {root} needs; made by docker/lock.py.\n"
-        (Path(__file__).parent / f"{image}.lock").write_text(
-            head + "".join(f"{lines[name]}\n" for name in names)
-        )
+        (Path(__file__).parent / f"{image}.lock").write_text(render(root))
 
 
 if __name__ == "__main__":

@@ -412,7 +412,11 @@ def test_lights_pass_on_a_good_rollout() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"logprobs": np.array([-0.5, np.nan], np.float32)}, {"completion_ids": np.array([5, 100])}],
+    [
+        {"logprobs": np.array([-0.5, np.nan], np.float32)},
+        {"completion_ids": np.array([5, 100])},
+        {"logprobs": np.array([-0.5])},
+    ],
 )
 def test_a_damaged_record_fails_the_first_light(damage: dict[str, Any]) -> None:
     recent = RecentGroups(max_groups=10, max_bytes=1 << 20)

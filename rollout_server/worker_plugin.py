@@ -151,6 +151,9 @@ class WeightLoader(WeightReceiver):
     def tito_load_weights(self, paths: list[str]) -> dict[str, int]:
         """Replace every weight of this worker's model, in place, and check what is live then.
 
+        A model that is sharded over several workers is checked for completeness only: which part
+        of a checkpoint's tensor a worker holds is known to vLLM's loaders alone.
+
         Args:
             paths: safetensors files that together hold a complete checkpoint.
 
@@ -195,7 +198,7 @@ class WeightLoader(WeightReceiver):
         model = self.model_runner.get_model()
         count = sum(1 for _ in model.named_parameters())
         if self.vllm_config.parallel_config.world_size > 1:
-            return {"parameters": count, "checked": 0}  # shards do not line up with the checkpoint
+            return {"parameters": count, "checked": 0}
         report = check_weights(model, staged.read, repacking)
         if report.different:
             raise RuntimeError(

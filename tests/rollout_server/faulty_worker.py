@@ -1,8 +1,8 @@
 """A worker whose loads go wrong when a file says so; it runs inside vLLM's worker process.
 
-The file is named by an environment variable, since nothing else reaches a worker from a test. It
-holds one word and perhaps a tensor's name, and is removed when it is read, so that the load after
-it, which restores the last good weights, succeeds.
+The file is named by an environment variable, since nothing else reaches a worker from a test. Each
+line holds one word and perhaps a tensor's name, is meant for one load, and is removed when it is
+read, so that the load after the last one succeeds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from rollout_server.engine import VLLMEngine
 from rollout_server.worker_plugin import WeightLoader
-
-if TYPE_CHECKING:
-    import torch
 
 FAULT_VARIABLE = "TITO_TEST_FAULT"
 
@@ -31,8 +30,8 @@ class FaultyEngine(VLLMEngine):
 class FaultyLoader(WeightLoader):
     """Loads as it should unless the fault file is there.
 
-    ``raise`` and ``kill`` happen after half of the tensors, ``corrupt NAME`` loads another value
-    for one element of one tensor without a word.
+    ``raise`` and ``kill`` happen after half of the tensors, ``corrupt NAME`` changes the lowest
+    bit of one element of one tensor without a word.
     """
 
     def _tito_load(self, staged: Any) -> None:
@@ -50,9 +49,9 @@ def _fault() -> list[str]:
     path = Path(os.environ[FAULT_VARIABLE])
     if not path.exists():
         return []
-    words = path.read_text().split()
-    path.unlink()
-    return words
+    line, *later = path.read_text().splitlines()
+    path.write_text("\n".join(later)) if later else path.unlink()
+    return line.split()
 
 
 def _raise() -> None:
@@ -88,5 +87,5 @@ class _Corrupted:
         for name, tensor in self._staged:
             if name == self._name:
                 tensor = tensor.clone()  # noqa: PLW2901 - the file's own must stay as it is
-                tensor.view(-1)[tensor.numel() // 2] += 1
+                tensor.view(-1).view(torch.int16)[tensor.numel() // 2] ^= 1
             yield name, tensor

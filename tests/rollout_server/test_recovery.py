@@ -213,6 +213,8 @@ class TestFaultyLoad:
             f"corrupt {EMBEDDING}",
             "kill",
             "raise",
+            # The restore fails too, so a new engine takes over.
+            f"raise\ncorrupt {DOWN}",
         ],
     )
     def test_the_last_good_version_is_restored(
@@ -249,7 +251,8 @@ def test_rollouts_in_flight_hear_of_a_server_that_closes(
         server.client.reload(lazy(first.tensors))
         engine.gate.clear()
         with in_flight(server.url, PROMPTS[:2], group_size=1, max_tokens=2) as futures:
-            engine.load_errors = [RuntimeError("a cable")] + [RuntimeError("another cable")] * 4
+            again = (RuntimeError("another cable") for _ in range(4))
+            engine.load_errors = [RuntimeError("a cable"), *again]
             with pytest.raises(TitoError, match="another cable"):
                 server.client.reload(lazy(first.tensors))
             engine.gate.set()

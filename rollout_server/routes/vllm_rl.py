@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
-from rollout_server.auth import Caller, caller_with, publish_scope
+from rollout_server.auth import ADMIN, Caller, caller_with, publish_scope
 from rollout_server.http import read_json, read_query, whole_number
 from rollout_server.pauses import alive
 from rollout_server.routes.openai import VERSION_HEADER
@@ -105,8 +105,10 @@ async def pause(request: Request, caller: Writer) -> Response:
 
 
 @router.post("/resume", summary="vLLM: go on generating")
-async def resume(request: Request, caller: Writer) -> Response:
-    """409 if somebody else has paused."""
+async def resume(request: Request, caller: AnyCaller) -> Response:
+    """409 if somebody else has paused; an ``admin`` may end that too."""
+    if not caller.allows(ADMIN):
+        caller.require(publish_scope(DEFAULT_POLICY))
     await pauses_of(request).resume(caller)
     return JSONResponse({"status": "resumed"})
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from rollout_server.engine import EngineDied
+from rollout_server.pauses import Tenure
 from rollout_server.settings import ServerSettings
 from rollout_server.vllm_control import UpdateInfo
 from rollout_server.weight_receiver import Spill
@@ -35,12 +36,15 @@ from tests.rollout_server.support import (
     lazy,
 )
 
-ALICE, BOB, OPS, EVE = (f"{name}-token-0123456789" for name in ("alice", "bob", "ops", "eve"))
+ALICE, BOB, OPS, EVE, ADA = (
+    f"{name}-token-0123456789" for name in ("alice", "bob", "ops", "eve", "ada")
+)
 CALLERS = [
     ("alice", ALICE, ["rollout", "publish:default"]),
     ("bob", BOB, ["rollout", "publish:default"]),
     ("ops", OPS, ["admin", "publish:*", "rollout"]),
     ("eve", EVE, ["rollout"]),
+    ("ada", ADA, ["admin"]),
 ]
 WRITES = [
     "/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/start_weight_update",
@@ -199,8 +203,8 @@ def server(tiny_model: Path, tmp_path: Path, first: Weights) -> Iterator[Server]
 
 @pytest.fixture
 def hasty(tiny_model: Path, tmp_path: Path, first: Weights) -> Iterator[Server]:
-    """Takes silence of half a second for the end."""
-    up, engines = start(tiny_model, tmp_path, first, rl_silence=0.5)
+    """Takes silence of three seconds, a long time even on a busy machine, for the end."""
+    up, engines = start(tiny_model, tmp_path, first, rl_silence=3.0)
     with up as live:
         yield Server(live, engines, tmp_path / "staging")
 
@@ -284,7 +288,8 @@ class TestPauses:
 
     def test_an_admin_ends_anybodys(self, server: Server) -> None:
         server.post("/pause")
-        assert server.post("/resume", OPS).status_code == 200
+        assert server.post("/pause", ADA).status_code == 403
+        assert server.post("/resume", ADA).status_code == 200
         assert server.rolls()
 
     def test_a_publish_in_between_does_not_end_it(self, server: Server, second: Weights) -> None:
@@ -315,11 +320,27 @@ class TestPauses:
         eventually(lambda: not hasty.get("/is_paused", BOB)["is_paused"], 30)
         assert hasty.rolls()
 
-    def test_signs_of_life_keep_it(self, hasty: Server) -> None:
-        hasty.post("/pause")
-        for _ in range(8):
-            threading.Event().wait(0.15)
-            assert hasty.get("/is_paused")["is_paused"]
+    async def _kept(self) -> tuple[list[float | None], str | None]:
+        async def expire(_: str) -> None:
+            raise AssertionError("it has an hour to live")
+
+        tenure, ends = Tenure(3600.0, expire), []
+        for _ in range(3):
+            tenure.keep("alice")
+            ends.append(tenure.ends_at)
+            await asyncio.sleep(0.01)
+        tenure.keep("alice", for_good=True)
+        ends.append(tenure.ends_at)
+        return ends, tenure.owner
+
+    def test_signs_of_life_put_the_end_off(self) -> None:
+        (first, second, third, never), owner = asyncio.run(self._kept())
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert first < second < third
+        assert never is None
+        assert owner == "alice"
 
 
 class TestSleep:
@@ -534,7 +555,6 @@ class TestUpdates:
     def test_a_trainer_that_vanishes_leaves_nothing(self, hasty: Server, first: Weights) -> None:
         hasty.post("/start_weight_update")
         hasty.update(*list(first.tensors)[:3])
-        assert staged_folders(hasty.staging)
         eventually(lambda: hasty.get("/policies/default", BOB)["lease"] is None, 30)
         eventually(lambda: not staged_folders(hasty.staging))
         assert hasty.live[0] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counted
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rollout_server.policies import Publish, PublishState
@@ -68,9 +70,10 @@ class Metrics:
     def observe_group(self, group: Group) -> None:
         """Count a finished group's samples and tokens."""
         self._tokens.labels("prompt").inc(len(group.prompt_ids))
-        for sample in group.samples:
-            self._samples.labels(sample.finish_reason).inc()
-            self._tokens.labels("completion").inc(len(sample.completion_ids))
+        for reason, count in Counted(sample.finish_reason for sample in group.samples).items():
+            self._samples.labels(reason).inc(count)
+        tokens = sum(len(sample.completion_ids) for sample in group.samples)
+        self._tokens.labels("completion").inc(tokens)
 
     def observe_queue(self, queued: Cost, running_samples: int) -> None:
         """Record what waits and what runs."""

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo browser test test-slow lint bench clean
+.PHONY: help setup demo browser test test-slow test-compose lint bench clean
 
 help:            ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -30,10 +30,13 @@ lint: setup      ## Formatting, lint, types and import contracts
 	.venv/bin/lint-imports
 
 test: lint       ## Lint, then every test that is not slow
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not compose"
 
 test-slow: setup ## The slow tests: whole training runs and their controls
 	$(PY) -m pytest -m slow
+
+test-compose: setup ## The images and docker-compose.yml, with a Docker engine
+	$(PY) -m pytest -m compose
 
 bench: setup     ## Every benchmark; one JSON line per result
 	@for f in tests/bench/bench_*.py; do $(PY) $$f || exit 1; done

@@ -214,7 +214,8 @@ def _eval(args: argparse.Namespace, console: Console) -> int:
 
 def _doctor(args: argparse.Namespace, console: Console) -> int:
     from trainer.config_file import load_config
-    from trainer.doctor import FAILURE, diagnose, print_finding
+    from trainer.doctor import diagnose
+    from trainer.findings import FAILURE, print_finding
 
     failed = False
     for finding in diagnose(load_config(args.config, args.overrides)):

@@ -18,10 +18,11 @@ from shared.client import RolloutClient
 from shared.protocol import Rollout, Sample
 from tests.conftest import free_port
 from tests.trainer.fake_servers import FakeServer, fake_servers
-from trainer import doctor
+from trainer import findings
 from trainer.batch import collate
 from trainer.config import Config
-from trainer.doctor import FAILURE, OK, WARNING, Finding, diagnose, print_finding
+from trainer.doctor import diagnose
+from trainer.findings import FAILURE, OK, WARNING, Finding, print_finding
 from trainer.learner import build_learner
 from trainer.memory import estimate
 from trainer.policy import load_policy
@@ -194,12 +195,12 @@ def test_a_model_that_draws_at_random(
     config = config_of()
     learner = build_learner(config, None)
     batch = collate([make_sample(completion=(5, 6, 7))], learner.pad_id)
-    first = doctor._logprobs(config, learner, batch)
-    assert doctor._repeatable(config, learner, batch, first).verdict == OK
+    first = findings.completion_logprobs(config, learner, batch)
+    assert findings.find_randomness(config, learner, batch, first).verdict == OK
     decoder: Any = learner.model.get_decoder()
     decoder.norm = nn.Sequential(decoder.norm, Noise())
-    first = doctor._logprobs(config, learner, batch)
-    assert doctor._repeatable(config, learner, batch, first).verdict == FAILURE
+    first = findings.completion_logprobs(config, learner, batch)
+    assert findings.find_randomness(config, learner, batch, first).verdict == FAILURE
 
 
 @pytest.mark.parametrize(("cut", "verdict"), [(1, OK), (3, WARNING), (9, FAILURE)])
@@ -211,7 +212,7 @@ def test_truncation(
 ) -> None:
     reasons = ["length"] * cut + ["stop"] * (10 - cut)
     rollout = make_rollout([[make_sample(finish_reason=reason) for reason in reasons]])
-    assert doctor._room(rollout).verdict == verdict
+    assert findings.find_truncation(rollout).verdict == verdict
 
 
 def test_memory_grows_with_what_is_asked(config_of: Callable[..., Config]) -> None:

@@ -130,8 +130,9 @@ class Spool:
         """Remove what was set aside, which takes a while for large files."""
         for folder in retired:
             if not self._durable:
-                largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
-                largest.rename(self._spare)
+                with contextlib.suppress(OSError):  # it goes with the whole spool just now
+                    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+                    largest.rename(self._spare)
             shutil.rmtree(folder, ignore_errors=True)
 
     def versions(self, policy: str, base: str) -> list[tuple[Record, Path]]:

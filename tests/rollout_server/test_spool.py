@@ -1,0 +1,91 @@
+"""Versions that are no longer kept: set aside at once, removed later, whatever happens between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_server.spool import Spool, record_now
+
+BASE = "0" * 32
+
+
+def commit(spool: Spool, version: int, size: int = 1000) -> Path:
+    folder = spool.stage()
+    (folder / "a.safetensors").write_bytes(bytes([version]) * size)
+    (folder / "b.safetensors").write_bytes(b"small")
+    return spool.commit(folder, "default", record_now(version, f"{version:032}", BASE, "me"))
+
+
+def numbers(spool: Spool) -> list[int]:
+    return [record.version for record, _ in spool.versions("default", BASE)]
+
+
+@pytest.fixture(params=[True, False], ids=["durable", "scratch"])
+def spool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Spool]:
+    spool = Spool(tmp_path / "spool", durable=request.param, keep=2)
+    yield spool
+    spool.close()
+
+
+def test_versions_that_are_not_kept_go(spool: Spool) -> None:
+    for version in range(1, 5):
+        commit(spool, version)
+    retired = spool.retire("default", 4)
+    assert numbers(spool) == [4, 3]
+    assert all((folder / "a.safetensors").exists() for folder in retired)
+    assert len(retired) == 2
+    spool.clear(retired)
+    assert not any(folder.exists() for folder in retired)
+    assert spool.retire("default", 4) == []
+    assert spool.newest_number("default") == 4
+
+
+def test_the_live_version_is_kept_however_old(spool: Spool) -> None:
+    for version in range(1, 5):
+        commit(spool, version)
+    spool.clear(spool.retire("default", 1))
+    assert numbers(spool) == [4, 3, 1]
+
+
+def test_a_crash_before_they_are_removed(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, durable=True, keep=1)
+    commit(spool, 1)
+    commit(spool, 2)
+    (retired,) = spool.retire("default", 2)
+    spool.close()
+    spool = Spool(tmp_path, durable=True, keep=1)
+    assert not retired.exists()
+    assert numbers(spool) == [2]
+    spool.close()
+
+
+def test_scratch_keeps_one_file_to_be_written_over(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "scratch", durable=False, keep=1)
+    for version in (1, 2, 3):
+        commit(spool, version)
+        spool.clear(spool.retire("default", version))
+    file = spool.stage() / "file"
+    spool.recycle(file)
+    assert file.read_bytes() == bytes([2]) * 1000
+    other = spool.stage() / "file"
+    spool.recycle(other)  # there is only one
+    assert not other.exists()
+    spool.close()
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_durable_spool_keeps_none(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, durable=True, keep=1)
+    commit(spool, 1)
+    commit(spool, 2)
+    spool.clear(spool.retire("default", 2))
+    spool.recycle(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    spool.close()
+
+
+def test_clearing_what_is_gone_already(spool: Spool, tmp_path: Path) -> None:
+    spool.clear([tmp_path / "gone"])

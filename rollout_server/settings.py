@@ -175,6 +175,7 @@ class ServerSettings(BaseSettings):
     @property
     def bounds(self) -> Bounds:
         """On what all callers together may queue and run."""
+        # A group keeps its places until its longest sample ends, so many of them are empty.
         running = self.max_running_samples or 2 * self.max_num_seqs
         return Bounds(self.max_queued_samples, self.max_queued_tokens, running)
 

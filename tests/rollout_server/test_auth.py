@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from rollout_server.auth import ANONYMOUS, Authenticator, Caller, TokensFileError
+from rollout_server.auth import ANONYMOUS, Authenticator, Caller, Quota, TokensFileError
 from shared.errors import Forbidden, Unauthorized
 from tests.rollout_server.fakes import ask, error_of, idle_app, tokens_file
 
@@ -149,6 +149,15 @@ BAD_FILES = {
         '[[token]]\nname = "a"\ntoken = "secret-secret-secret"\nscopes = []\nexpires = 3',
         r"token\[0\].expires: Extra inputs are not permitted",
     ),
+    "a quota of nothing": (
+        '[[token]]\nname = "a"\ntoken = "secret-secret-secret"\nscopes = []\n'
+        "max_queued_samples = 0",
+        r"token\[0\].max_queued_samples: Input should be greater than or equal to 1",
+    ),
+    "no weight": (
+        '[[token]]\nname = "a"\ntoken = "secret-secret-secret"\nscopes = []\nweight = nan',
+        r"token\[0\].weight: Input should be a finite number",
+    ),
     "name twice": (
         '[[token]]\nname = "a"\ntoken = "secret-secret-secret"\nscopes = []\n'
         '[[token]]\nname = "a"\ntoken = "secret-secret-other"\nscopes = []',
@@ -172,6 +181,18 @@ def test_a_bad_file_is_refused_without_showing_a_token(tmp_path: Path, case: str
         Authenticator.from_file(path)
     assert str(path) in str(failure.value)
     assert "secret" not in str(failure.value)
+
+
+def test_quotas_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(
+        '[[token]]\nname = "a"\ntoken = "secret-secret-secret"\nscopes = []\n'
+        "max_queued_samples = 64\nmax_running_samples = 8\nweight = 2\n"
+        '[[token]]\nname = "b"\ntoken = "secret-secret-other"\nscopes = []'
+    )
+    known = Authenticator.from_file(path)
+    assert known.authenticate("Bearer secret-secret-secret").quota == Quota(64, 8, 2.0)
+    assert known.authenticate("Bearer secret-secret-other").quota == Quota(None, None, 1.0)
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])

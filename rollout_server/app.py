@@ -21,7 +21,7 @@ from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
-from rollout_server.routes import openai, policies, reload, rollout, status, viewer, vllm_rl
+from rollout_server.routes import openai, policies, reload, rollout, score, status, viewer, vllm_rl
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
 from rollout_server.vllm_serving import OpenAIServing
@@ -74,7 +74,7 @@ def create_app(
     app.state.authenticator = authenticator
     app.state.leases = leases
     app.add_middleware(_RequestMetrics, metrics=metrics)
-    for module in (rollout, reload, policies, status):
+    for module in (rollout, score, reload, policies, status):
         app.include_router(module.router)
     if settings.rl_routes:
         app.state.pauses = Pauses(startup, settings.rl_silence)

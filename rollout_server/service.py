@@ -29,6 +29,7 @@ from rollout_server.prompts import PromptEncoder
 from rollout_server.publishing import Publisher
 from rollout_server.recent import RecentGroups
 from rollout_server.rollouts import RolloutService
+from rollout_server.scores import ScoreService
 from rollout_server.settings import ServerSettings
 from rollout_server.spool import Spool, open_spool
 from rollout_server.staging import UploadLimits, UploadSlots
@@ -64,6 +65,7 @@ class Service:
     admission: Admission
     rollouts: RolloutService
     jobs: Jobs
+    scores: ScoreService
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable, with the reason, unless samples can be generated."""
@@ -208,6 +210,7 @@ class Startup:
         )
         observe = self._metrics.observe_group
         jobs = Jobs(rollouts, policies, retention=retention, observe=observe, recent=self._recent)
+        scores = ScoreService(supervisor, adapters, admission, max_model_len=settings.max_model_len)
         return Service(
             settings,
             supervisor,
@@ -218,6 +221,7 @@ class Startup:
             admission,
             rollouts,
             jobs,
+            scores,
         )
 
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from rollout_server.engine import Adapter, Completion, Engine, EngineDied
+from rollout_server.engine import Adapter, Completion, Engine, EngineDied, Scored
 from shared.errors import EngineUnavailable
 from shared.protocol import SamplingSettings
 
@@ -113,14 +113,23 @@ class Supervisor:
             EngineUnavailable: no engine came up within the recovery time.
             EngineFailure: the engine failed on this prompt, but lives.
         """
+        return await self._replayed(
+            lambda engine: engine.generate(prompt_ids, sampling, n, adapter)
+        )
+
+    async def score(self, ids: Sequence[int], adapter: Adapter | None = None) -> Scored:
+        """Log-probabilities of given tokens; as :meth:`generate` in all else."""
+        return await self._replayed(lambda engine: engine.score(ids, adapter))
+
+    async def _replayed(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """Do work on the engine, from its start if that is replaced meanwhile."""
         try:
             async with asyncio.timeout(None) as deadline:
                 while True:
                     engine = self._engine
                     try:
                         if engine is not None:
-                            work = engine.generate(prompt_ids, sampling, n, adapter)
-                            return await self._unless_given_up(work)
+                            return await self._unless_given_up(work(engine))
                     except EngineDied:
                         log.warning("the engine died under a request, which will run again")
                     if deadline.when() is None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import orjson
 
-from shared.codec import encode, rollout_from_wire
+from shared.codec import encode, rollout_from_wire, scores_from_wire
 from shared.delta_sender import DeltaBase
 from shared.errors import InvalidRequest, MalformedBody, Problem, ProtocolMismatch
 from shared.protocol import (
@@ -28,9 +28,11 @@ from shared.protocol import (
     MSGPACK,
     PROTOCOL_VERSION,
     SAFETENSORS,
+    IdArray,
     PauseMode,
     ReloadResult,
     Rollout,
+    Score,
     ServerInfo,
 )
 from shared.weights import LazyTensor, stream_checkpoint, stream_length
@@ -106,6 +108,21 @@ def rollout(
         raise InvalidRequest("a stream is asked for in another way", problems=[problem])
     body = encode(rollout_document(prompts, settings), MSGPACK)
     return Call("POST", "/rollout", rollout_from_wire, _headers(key), body=lambda: body)
+
+
+def score(
+    prompts: Sequence[Sequence[int] | IdArray],
+    completions: Sequence[Sequence[int] | IdArray],
+    policy: str,
+) -> Call[list[Score]]:
+    """``POST /score``."""
+    pairs = zip(prompts, completions, strict=True)
+    sequences = [
+        {"token_ids": [*map(int, prompt), *map(int, completion)], "completion_from": len(prompt)}
+        for prompt, completion in pairs
+    ]
+    body = encode({"sequences": sequences, "packed": True, "policy": policy}, MSGPACK)
+    return Call("POST", "/score", scores_from_wire, _headers(None), body=lambda: body)
 
 
 class StreamRequest(TypedDict):

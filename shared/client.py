@@ -30,7 +30,15 @@ from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoEr
 from shared.exchange import Exchange, Patience
 from shared.incoming import Incoming, new_key
 from shared.lease import AsyncLease, Lease
-from shared.protocol import DEFAULT_POLICY, ReloadResult, Rollout, Sample, ServerInfo
+from shared.protocol import (
+    DEFAULT_POLICY,
+    IdArray,
+    ReloadResult,
+    Rollout,
+    Sample,
+    Score,
+    ServerInfo,
+)
 from shared.resume import Continuation, Resumption, joined
 from shared.streams import AsyncRolloutStream, RolloutStream
 from shared.weights import LazyTensor
@@ -121,6 +129,25 @@ class RolloutClient:
         """
         incoming = Incoming(prompts, settings, new_key(retries))
         return RolloutStream(self._http, self._exchange, incoming, retries)
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int] | IdArray],
+        completions: Sequence[Sequence[int] | IdArray],
+        *,
+        policy: str = DEFAULT_POLICY,
+    ) -> list[Score]:
+        """Log-probabilities of given completions, token by token, at temperature 1.
+
+        Args:
+            prompts: token ids, at least one each.
+            completions: token ids, one list for each prompt.
+            policy: which scores them.
+
+        Raises:
+            InvalidRequest: a sequence cannot be scored; nothing was run.
+        """
+        return self._call(calls.score(prompts, completions, policy))
 
     def reload(
         self,
@@ -323,6 +350,16 @@ class AsyncRolloutClient:
         """See :meth:`RolloutClient.rollout_stream`; an asynchronous iterator."""
         incoming = Incoming(prompts, settings, new_key(retries))
         return AsyncRolloutStream(self._http, self._exchange, incoming, retries)
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int] | IdArray],
+        completions: Sequence[Sequence[int] | IdArray],
+        *,
+        policy: str = DEFAULT_POLICY,
+    ) -> list[Score]:
+        """See :meth:`RolloutClient.score`."""
+        return await self._call(calls.score(prompts, completions, policy))
 
     async def reload(
         self,

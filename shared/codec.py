@@ -25,6 +25,7 @@ from shared.protocol import (
     LogprobArray,
     Rollout,
     Sample,
+    Score,
     Span,
 )
 
@@ -209,6 +210,33 @@ def _sample_from_wire(document: dict[str, Any], group_id: int, prompt_ids: IdArr
         spans=tuple(Span(**span) for span in document.get("spans", whole)),
         text=document.get("text"),
     )
+
+
+def scores_to_wire(scores: Sequence[Score], *, packed: bool) -> list[dict[str, Any]]:
+    """Plain data of ``POST /score``'s answer."""
+    return [
+        {
+            "logprobs": pack_logprobs(score.logprobs, packed),
+            "version": score.version,
+            "digest": score.digest,
+        }
+        for score in scores
+    ]
+
+
+def scores_from_wire(document: dict[str, Any]) -> list[Score]:
+    """Typed form of the answer.
+
+    Raises:
+        MalformedBody: a field is missing or has the wrong form.
+    """
+    try:
+        return [
+            Score(unpack_logprobs(item["logprobs"]), item["version"], item["digest"])
+            for item in document["scores"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise MalformedBody(f"not an answer of /score: {error!r}") from None
 
 
 def group_to_wire(group: Group, *, packed: bool) -> dict[str, Any]:

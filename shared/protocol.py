@@ -303,6 +303,21 @@ class RolloutRequest(SamplingSettings):
         return SamplingSettings(**{name: getattr(self, name) for name in names})
 
 
+class ScoreRequest(BaseModel):
+    """Body of ``POST /score``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sequences: Annotated[list[BegunCompletion], WrapValidator(_in_slices)] = Field(
+        fail_fast=True,
+        min_length=1,
+        max_length=MAX_PROMPTS,
+        description="Token ids each, of which those from completion_from on are scored.",
+    )
+    packed: bool = Field(False, description="Arrays as msgpack bin: float32.")
+    policy: str = Field(DEFAULT_POLICY, pattern=POLICY_NAME, description="Which policy scores.")
+
+
 class ResetQuery(BaseModel):
     """Query of ``POST /policies/{name}/reset``."""
 
@@ -402,6 +417,21 @@ class Rollout:
     def samples(self) -> list[Sample]:
         """The prompts x group_size records, group by group."""
         return [sample for group in self.groups for sample in group.samples]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """A given completion as a policy sees it.
+
+    Attributes:
+        logprobs: float32 ``[completion_len]``, natural log, at temperature 1.
+        version: of the policy that scored it.
+        digest: content digest of that version.
+    """
+
+    logprobs: LogprobArray
+    version: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from fastapi import FastAPI
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from rollout_server.engine import Completion, VersionSpan
+from rollout_server.engine import Completion, Scored, VersionSpan
 from shared.client import RolloutClient
 from shared.protocol import MSGPACK, SamplingSettings
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest, stream_checkpoint
@@ -257,6 +257,11 @@ class FakeEngine:
         ids = [(prompt_ids[-1] + 1) % self.vocab_size] * min(sampling.max_tokens, 3)
         spans = (VersionSpan(self.version, 0, len(ids)),)
         return [Completion(ids, [-1.0] * len(ids), "length", spans)] * n
+
+    async def score(self, ids: Sequence[int], *_: Any) -> Scored:
+        await _until(lambda: self.gate.is_set() and not self.paused)
+        version = None if self.version < 0 else self.version
+        return Scored([-float(token) for token in ids[1:]], version)
 
     async def pause(self, *_: Any) -> None:
         self.calls.append("pause")

@@ -1,0 +1,51 @@
+"""``POST /score``: log-probabilities of given token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from rollout_server.auth import ROLLOUT, Caller, caller_with
+from rollout_server.http import answer_type, read_model, while_connected
+from rollout_server.routes.state import startup_of
+from shared.codec import encode, scores_to_wire
+from shared.errors import InvalidRequest, Problem
+from shared.protocol import JSON, MSGPACK, ScoreRequest
+
+router = APIRouter()
+
+_EXAMPLE: dict[str, Any] = {"sequences": [{"token_ids": [5, 6, 7, 8], "completion_from": 2}]}
+_SCHEMA = {"schema": ScoreRequest.model_json_schema(ref_template="#/components/schemas/{model}")}
+
+
+@router.post(
+    "/score",
+    summary="Log-probabilities of given token ids",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {JSON: {**_SCHEMA, "example": _EXAMPLE}, MSGPACK: _SCHEMA},
+        }
+    },
+)
+async def score(
+    request: Request, caller: Annotated[Caller, Depends(caller_with(ROLLOUT))]
+) -> Response:
+    """One entry for each sequence, in order; see PROTOCOL.md for every field."""
+    service = startup_of(request).service
+    service.check_ready()
+    asked = await read_model(request, ScoreRequest, service.settings.max_body_bytes)
+    content_type = answer_type(request, default=MSGPACK)
+    if asked.packed and content_type != MSGPACK:
+        problem = Problem("packed", "true", f"false, or Accept: {MSGPACK}")
+        raise InvalidRequest("JSON cannot carry packed arrays", problems=[problem])
+    policy = service.policies[asked.policy]
+    scores = await while_connected(request, service.scores.score(caller, asked, policy))
+
+    def body() -> bytes:
+        answer = {"policy": policy.name, "scores": scores_to_wire(scores, packed=asked.packed)}
+        return encode(answer, content_type)
+
+    return Response(await asyncio.to_thread(body), media_type=content_type)

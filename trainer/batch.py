@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shared.protocol import Sample
+from trainer.episodes import Episode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class Batch:
         input_ids: int64 ``[N, T]``, prompt then completion then padding.
         attention_mask: bool ``[N, T]``, true at prompt and completion.
         completion_mask: bool ``[N, T]``, true at the tokens that bear loss: every completion
-            token, the stop token included.
+            token, the stop token included; of an episode those that the policy sampled.
         sampler_logprobs: float32 ``[N, T]``, as returned with the samples; 0 off the completion.
         old_logprobs: float32 ``[N, T]``, what the ratio is taken against. ``collate`` fills in the
             sampler's; a trainer that recomputes them puts its own with ``dataclasses.replace``.
@@ -94,7 +95,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
         input_ids[row, :start] = sample.prompt_ids
         input_ids[row, start:end] = sample.completion_ids
         attention_mask[row, :end] = True
-        completion_mask[row, start:end] = True
+        completion_mask[row, start:end] = sample.sampled if isinstance(sample, Episode) else True
         logprobs[row, start:end] = sample.logprobs
     return Batch(
         input_ids=torch.from_numpy(input_ids),

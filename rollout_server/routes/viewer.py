@@ -19,7 +19,6 @@ from rollout_server.http import answer, read_model, read_query, whole_number
 from rollout_server.recent import RecentGroup, RecentGroups
 from rollout_server.routes.policies import described
 from rollout_server.routes.state import leases_of, startup_of
-from rollout_server.service import Service
 from rollout_server.viewer.documents import Reader, publishes
 from rollout_server.viewer.facts import FactBook, GroupsQuery
 from rollout_server.viewer.lights import lights
@@ -77,47 +76,10 @@ async def part(name: str) -> Response:
 @router.get("/viewer/state", summary="Engine, checks, running rollouts, policies, for the page")
 async def state(request: Request, _: Annotated[Caller, Depends(_looker)]) -> Response:
     """Answers also while the engine does not."""
-    recent, now = recent_of(request), time.time()
-    queued = recent.queued()
-    if queued:  # while nothing happens, time passes without a point
-        recent.history.add_queue(now, queued)
-    document: dict[str, Any] = {
-        "now": now,
-        "revision": recent.revision,
-        "seq": recent.seq,
-        "engine": _engine(request),
-        "queued": queued,
-        "kept": {
-            "groups": len(recent),
-            "bytes": recent.size,
-            "max_groups": recent.max_groups,
-            "max_bytes": recent.max_bytes,
-        },
-    }
-    try:
-        service = startup_of(request).service
-    except EngineUnavailable:
+    document = _outline(request)
+    if not startup_of(request).is_up:
         return answer(request, document)
-    rollouts, groups = list(recent.running), recent.newest_first()
-    leases, reader = leases_of(request), _reader(request, service)
-    document["policies"] = [_brief(described(policy, leases)) for policy in service.policies]
-
-    def read() -> dict[str, Any]:
-        return {
-            "lights": [asdict(light) for light in lights(groups, reader.book)],
-            "running": reader.running(rollouts),
-        }
-
-    document |= {
-        "server": {
-            "model": service.settings.model,
-            "dtype": service.settings.dtype,
-            "max_model_len": service.settings.max_model_len,
-        },
-        "running_rollouts": len(rollouts),
-        **await asyncio.to_thread(read),
-    }
-    return answer(request, document)
+    return answer(request, document | await _whole_state(request))
 
 
 @router.get("/viewer/history", summary="Figures over time, for the page", dependencies=_LOOKER)
@@ -170,15 +132,59 @@ async def rewards(
     return answer(request, {"noted": noted, "forgotten": len(report.groups) - noted})
 
 
+def _outline(request: Request) -> dict[str, Any]:
+    """What there is to say before there is a service."""
+    recent, now = recent_of(request), time.time()
+    queued = recent.queued()
+    if queued:  # while nothing happens, time passes without a point
+        recent.history.add_queue(now, queued)
+    return {
+        "now": now,
+        "revision": recent.revision,
+        "seq": recent.seq,
+        "engine": _engine(request),
+        "queued": queued,
+        "kept": {
+            "groups": len(recent),
+            "bytes": recent.size,
+            "max_groups": recent.max_groups,
+            "max_bytes": recent.max_bytes,
+        },
+    }
+
+
+async def _whole_state(request: Request) -> dict[str, Any]:
+    """The rest."""
+    service, recent, leases = startup_of(request).service, recent_of(request), leases_of(request)
+    rollouts, groups, reader = list(recent.running), recent.newest_first(), _reader(request)
+
+    def read() -> dict[str, Any]:
+        return {
+            "lights": [asdict(light) for light in lights(groups, reader.book)],
+            "running": reader.running(rollouts),
+        }
+
+    return {
+        "server": {
+            "model": service.settings.model,
+            "dtype": service.settings.dtype,
+            "max_model_len": service.settings.max_model_len,
+        },
+        "policies": [_brief(described(policy, leases)) for policy in service.policies],
+        "running_rollouts": len(rollouts),
+        **await asyncio.to_thread(read),
+    }
+
+
 def recent_of(request: Request) -> RecentGroups:
     """The groups that are kept to be looked at."""
     return cast(RecentGroups, request.app.state.recent)
 
 
-def _reader(request: Request, service: Service | None = None) -> Reader:
+def _reader(request: Request) -> Reader:
     app_state = request.app.state
     if not hasattr(app_state, "reader"):
-        service = service or startup_of(request).service
+        service = startup_of(request).service
         app_state.reader = Reader(service.encoder, FactBook(service.supervisor.vocab_size))
     return cast(Reader, app_state.reader)
 

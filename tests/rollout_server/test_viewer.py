@@ -27,10 +27,10 @@ from tests.rollout_server.support import base_weights, eventually, lazy, sharpen
 from tests.rollout_server.viewer_support import HOSTILE, ScriptedEngine, scripted, untrained
 
 ANSWERS = {
-    0: ["7", "8", "seven", "7"],
-    1: ["8"],
-    2: ["a long answer that is cut off", "9"],
-    3: ["caf\u00e9 \U0001f600 \u65e5\u672c", "10"],
+    "0+7=": ["7", "8", "seven", "7"],
+    "1+7=": ["8"],
+    "2+7=": ["a long answer that is cut off", "9"],
+    "3+7=": ["caf\u00e9 \U0001f600 \u65e5\u672c", "10"],
 }
 
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[tuple[Running, ScriptedEngine]]:
-    with scripted(model, tmp_path, lambda n: ANSWERS.get(n, ["7"])) as found:
+    with scripted(model, tmp_path, lambda prompt: ANSWERS.get(prompt, ["7"])) as found:
         yield found
 
 
@@ -62,8 +62,8 @@ def post_rewards(server: Running, groups: list[dict[str, Any]], **options: Any) 
 
 
 def listed(server: Running, **query: Any) -> list[int]:
-    """Indices of the prompts of the groups that match."""
-    return [group["group_id"] for group in get(server, "/viewer/groups", **query)["groups"]]
+    """Indices of the prompts of the groups that match, in order."""
+    return sorted(group["group_id"] for group in get(server, "/viewer/groups", **query)["groups"])
 
 
 # The page itself.
@@ -144,7 +144,7 @@ def test_text_that_nobody_asked_for_is_decoded_when_somebody_looks(
     assert not calls
     first = rollout.groups[0]
     texts = [s["text"] for s in get(running, f"/viewer/groups/{first.id}")["samples"]]
-    assert texts == ANSWERS[0]
+    assert texts == ANSWERS["0+7="]
     assert calls
 
 
@@ -184,11 +184,8 @@ def test_filters(server: tuple[Running, ScriptedEngine]) -> None:
     running, _ = server
     rollout = roll(running)
     by_prompt = {group.group_id: group for group in rollout.groups}
-    order = [group["group_id"] for group in reversed(get(running, "/viewer/groups")["groups"])]
-    # The engine answers in the order in which groups begin, which is that of the prompts.
-    assert order == [0, 1, 2, 3]
     assert listed(running, truncated=True) == [2]
-    assert listed(running, truncated=False) == [3, 1, 0]
+    assert listed(running, truncated=False) == [0, 1, 3]
     assert listed(running, equal=True) == [1]
     assert listed(running, equal=True, truncated=True) == []
     post_rewards(running, [
@@ -197,16 +194,17 @@ def test_filters(server: tuple[Running, ScriptedEngine]) -> None:
     ])  # fmt: skip
     assert listed(running, rewards="mixed") == [0]
     assert listed(running, rewards="flat") == [1]
-    assert listed(running, rewards="none") == [3, 2]
-    assert listed(running, version=0) == [3, 2, 1, 0]
+    assert listed(running, rewards="none") == [2, 3]
+    assert listed(running, version=0) == [0, 1, 2, 3]
     assert listed(running, version=1) == []
-    assert listed(running, policy="default") == [3, 2, 1, 0]
+    assert listed(running, policy="default") == [0, 1, 2, 3]
     assert listed(running, policy="other") == []
     assert listed(running, purpose="eval") == []
     page = get(running, "/viewer/groups", limit=2)
-    assert [group["group_id"] for group in page["groups"]] == [3, 2]
+    assert [group["seq"] for group in page["groups"]] == [4, 3]
     assert page["matching"] == 4
-    assert listed(running, limit=2, before=page["groups"][-1]["seq"]) == [1, 0]
+    older = get(running, "/viewer/groups", limit=2, before=3)
+    assert [group["seq"] for group in older["groups"]] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ HOSTILE = (
 )
 """What a page or a terminal must show, and never do."""
 
-Script = Callable[[int], Iterable[str]]
-"""Answers to the n-th prompt of all, again and again if there are fewer than the group needs."""
+Script = Callable[[str], Iterable[str]]
+"""Answers to a prompt, again and again if there are fewer than the group needs."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ScriptedEngine(FakeEngine):
         await super().generate(prompt_ids, sampling, n, *rest)
         if sampling.max_tokens == 1:  # the server's own first question, when it comes up
             return [self._completion("4", 1, 0)] * n
-        answers = itertools.cycle(self.script(self.served))
+        answers = itertools.cycle(self.script(str(self.tokenizer.decode(list(prompt_ids)))))
         self.served += 1
         return [self._completion(next(answers), sampling.max_tokens, i) for i in range(n)]
 

@@ -86,11 +86,12 @@ def test_peek_at_a_real_server(server_url: str) -> None:
 
 
 def test_recent_groups_come_with_rewards_and_tokens(untrained_model: Path, tmp_path: Path) -> None:
-    answers = {0: ["7", HOSTILE], 1: ["8", "9"]}
-    with scripted(untrained_model, tmp_path, lambda n: answers.get(n, ["7"])) as (server, _):
+    answers = {"3+4=": ["7", HOSTILE], "2+6=": ["8", "9"]}
+    with scripted(untrained_model, tmp_path, answers.__getitem__) as (server, _):
         assert "no training groups yet" in recent(server.client)
-        rollout = server.client.rollout(["3+4=", "2+6="], group_size=2, max_tokens=400)
-        server.client.report_rewards([{"id": rollout.groups[1].id, "rewards": [1.0, 0.0]}])
+        server.client.rollout(["3+4="], group_size=2, max_tokens=400)
+        rollout = server.client.rollout(["2+6="], group_size=2, max_tokens=400)
+        server.client.report_rewards([{"id": rollout.groups[0].id, "rewards": [1.0, 0.0]}])
         shown = recent(server.client, tokens=True)
         assert shown.index("3+4=") < shown.index("2+6=")
         assert "reward 1.00" in shown

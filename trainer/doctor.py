@@ -105,8 +105,10 @@ def _exchange(
     """Everything that needs the server: publish, sample, score, and give back."""
     tasks = training_prompts(config).take(0, min(PROMPTS, config.rollout.prompts_per_step))
     group_size = min(GROUP, config.rollout.group_size)
+    at = "reload"
     try:
         with _lent(config, learner, client, info) as handshake:
+            at = "rollout"
             yield handshake.finding
             rollout = client.rollout(
                 [task.prompt for task in tasks],
@@ -117,7 +119,7 @@ def _exchange(
         if handshake.given_back:
             yield handshake.given_back
     except TitoError as error:
-        yield Finding("rollout", FAILURE, str(error), "Mend what the server says.")
+        yield Finding(at, FAILURE, str(error), "Mend what the server says.")
         return
     yield find_damage(config, rollout, len(tasks), group_size, info.vocab_size)
     batch = collate(rollout.samples, learner.pad_id).to(learner.device)
@@ -145,21 +147,24 @@ def _lent(
     config: Config, learner: Learner, client: RolloutClient, info: ServerInfo
 ) -> Iterator[_Handshake]:
     """The server with this run's weights, if what it serves can be given back."""
-    dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
-    digests = {name: tensors_digest(learner.model, dtype) for name, dtype in dtypes.items()}
+    sent, served = (
+        getattr(torch, name.removeprefix("torch."))
+        for name in (config.server.publish_dtype, info.dtype)
+    )
+    ours = tensors_digest(learner.model, sent, served)
     with client.lease(holder="doctor") as lease:
-        if info.version > 0 and info.digest not in digests.values():
+        same = info.digest in (ours, tensors_digest(learner.model, served, served))
+        if info.version > 0 and not same:
             yield _Handshake(_left_alone(info), served=False)
             return
-        dtype = dtypes[config.server.publish_dtype]
-        result = publish(client, learner.model, dtype, fence=lease.fence)
-        handshake = _Handshake(
-            _published(result, digests[config.server.publish_dtype]), served=True
-        )
-        yield handshake
-        if result.digest != info.digest:
-            back = client.reset(fence=lease.fence)
-            handshake.given_back = _given_back(info, back)
+        result = publish(client, learner.model, sent, fence=lease.fence)
+        handshake = _Handshake(_published(result, ours), served=True)
+        try:
+            yield handshake
+        finally:
+            if result.digest != info.digest:
+                back = client.reset(fence=lease.fence)
+                handshake.given_back = _given_back(info, back)
 
 
 def _left_alone(info: ServerInfo) -> Finding:

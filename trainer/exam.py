@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -120,18 +121,16 @@ def examine_checkpoints(
     """
     paths = [checkpoint_path(config, name) for name in checkpoints]
     dtype = getattr(torch, config.model.dtype)
-    with client.lease(holder="eval") as lease:
+    with client.lease(holder="eval") as lease, ExitStack() as afterwards:
         for name, path in zip(checkpoints, paths, strict=True):
             tokenizer = AutoTokenizer.from_pretrained(path)
             refuse_other_tokenizer(client.info().tokenizer, tokenizer_fingerprint(tokenizer))
-            publish(
-                client,
-                load_policy(path, dtype=dtype),
-                getattr(torch, config.server.publish_dtype),
-                fence=lease.fence,
-            )
+            model = load_policy(path, dtype=dtype)
+            publish_dtype = getattr(torch, config.server.publish_dtype)
+            publish(client, model, publish_dtype, fence=lease.fence)
+            afterwards.pop_all()
+            afterwards.callback(client.reset, fence=lease.fence)
             yield examine(client, config, tasks, reward, name=name)
-        client.reset(fence=lease.fence)
 
 
 def checkpoint_path(config: Config, name: str) -> str:

@@ -39,9 +39,11 @@ class _Load:
 
     tensor: Merged
     dtype: torch.dtype
+    first: torch.dtype
 
     def __call__(self) -> memoryview:
-        host = self.tensor().detach().to(device="cpu", dtype=self.dtype).contiguous()
+        sent = self.tensor().detach().to(device="cpu", dtype=self.first)
+        host = sent.to(self.dtype).contiguous()
         # numpy has no bfloat16, so the bytes are viewed before they leave torch.
         return host.flatten().view(torch.uint8).numpy().data
 
@@ -56,13 +58,20 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
 
     A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
     """
-    return [_lazy(name, tensor, dtype) for name, tensor in _distinct(model)]
+    return [_lazy(name, tensor, dtype, dtype) for name, tensor in _distinct(model)]
 
 
-def tensors_digest(model: nn.Module, dtype: torch.dtype) -> str:
-    """Digest that the server must find in what :func:`publish` sends."""
-    tensors = checkpoint_tensors(model, dtype)
-    return checkpoint_digest((t.spec, xxhash.xxh3_128_hexdigest(t.load())) for t in tensors)
+def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) -> str:
+    """Digest that a server must find in what :func:`publish` sends.
+
+    Args:
+        dtype: that tensors are sent in.
+        served: that the server computes in, to which it casts what it gets.
+    """
+    return checkpoint_digest(
+        (sent.spec, xxhash.xxh3_128_hexdigest(sent.load()))
+        for sent in (_lazy(name, tensor, served, dtype) for name, tensor in _distinct(model))
+    )
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Merged]]:
@@ -73,10 +82,12 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, Merged]]:
             yield name, tensor
 
 
-def _lazy(name: str, tensor: Merged, dtype: torch.dtype) -> LazyTensor:
-    target = dtype if tensor.base.is_floating_point() else tensor.base.dtype
+def _lazy(name: str, tensor: Merged, dtype: torch.dtype, first: torch.dtype) -> LazyTensor:
+    """A tensor cast to ``first`` and then to ``dtype``, if it is of floating point."""
+    own = tensor.base.dtype
+    target, first = (dtype, first) if own.is_floating_point else (own, own)
     spec = TensorSpec(name, _SAFETENSORS_NAMES[target], tuple(tensor.base.shape))
-    return LazyTensor(spec, _Load(tensor, target))
+    return LazyTensor(spec, _Load(tensor, target, first))
 
 
 def publish(

@@ -88,15 +88,16 @@ def test_all_is_well_with_a_real_server(
         found = found_by(config)
         after = client.info()
         assert client.policy()["lease"] is None
+    # The same weights were there already, so nothing has to be given back.
     assert list(found) == [
-        "model", "server", "tokenizer", "reload", "given back", "records", "log-probabilities",
+        "model", "server", "tokenizer", "reload", "records", "log-probabilities",
         "ratio at step 0", "packing", "reward", "variance", "truncation", "memory",
     ]  # fmt: skip
     for name in set(found) - {"truncation"}:  # a barely trained policy rambles
         assert found[name].verdict == OK, found[name]
     assert "on both sides" in found["reload"].found
     assert after.digest == own.digest
-    assert after.version == own.version + 2
+    assert after.version == own.version + 1
 
 
 def test_a_server_that_is_not_there(config_of: Callable[..., Config]) -> None:
@@ -167,7 +168,7 @@ def test_weights_of_somebody_else_are_left_alone(
     with RolloutClient(fake.url) as client:
         with client.lease() as lease:
             theirs = publish(client, model, torch.bfloat16, fence=lease.fence)
-        assert theirs.digest == tensors_digest(model, torch.bfloat16)
+        assert theirs.digest == tensors_digest(model, torch.bfloat16, torch.bfloat16)
         found = found_by(config_of())
         info = client.info()
         with client.lease() as lease:
@@ -178,11 +179,40 @@ def test_weights_of_somebody_else_are_left_alone(
     assert found["variance"].verdict == OK
 
 
+def test_the_server_gets_its_own_back_after_a_failure_too(
+    config_of: Callable[..., Config], fake: FakeServer
+) -> None:
+    with RolloutClient(fake.url) as client:
+        with client.lease() as lease:
+            own = client.reset(fence=lease.fence)
+        found = found_by(config_of(rollout={"max_tokens": 10**6}))
+        after = client.info()
+    assert found["rollout"].verdict == FAILURE
+    assert (after.version, after.digest) == (own.version + 1, own.digest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_digests_agree_whatever_is_sent(
+    config_of: Callable[..., Config], fake: FakeServer, dtype: str
+) -> None:
+    with RolloutClient(fake.url) as client:
+        before = client.info().digest
+        found = found_by(config_of(server={"publish_dtype": dtype}))
+        assert found["reload"].verdict == OK, found["reload"]
+        assert client.info().digest == before
+
+
+def test_weights_that_the_server_refuses(config_of: Callable[..., Config]) -> None:
+    found = found_by(config_of(server={"publish_dtype": "float16"}))
+    assert found["reload"].verdict == FAILURE
+    assert "allowed: BF16 or F32" in found["reload"].found
+
+
 def test_a_run_that_holds_the_server(config_of: Callable[..., Config], fake: FakeServer) -> None:
     with RolloutClient(fake.url) as client, client.lease(holder="the other run"):
         found = found_by(config_of())
-    assert found["rollout"].verdict == FAILURE
-    assert "the other run" in found["rollout"].found
+    assert found["reload"].verdict == FAILURE
+    assert "the other run" in found["reload"].found
 
 
 def test_a_model_that_draws_at_random(

@@ -82,7 +82,9 @@ def test_what_is_published_is_the_merged_model(
     config = config_of()
     learner = build_learner(config, None)
     untouched = load_policy(str(untrained_model))
-    assert tensors_digest(learner.model, torch.float32) == tensors_digest(untouched, torch.float32)
+    assert tensors_digest(learner.model, torch.float32, torch.float32) == tensors_digest(
+        untouched, torch.float32, torch.float32
+    )
     learn(learner, chosen, config)
     sent = {t.spec.name: t for t in checkpoint_tensors(learner.model, torch.float32)}
     merged = load_policy(str(untrained_model))
@@ -126,7 +128,7 @@ def test_a_run_is_resumed_and_replayed_with_its_adapter(
     learner = run(3, resume=True)
     assert has_lora(learner.model)
     with RolloutClient(server.url) as client:
-        assert client.info().digest == tensors_digest(learner.model, torch.bfloat16)
+        assert client.info().digest == tensors_digest(learner.model, torch.bfloat16, torch.bfloat16)
     saved = tmp_path / "run" / "checkpoints" / "step-000003" / "model"
     assert (saved / "adapter_model.safetensors").exists()
     assert not (saved / "model.safetensors").exists()

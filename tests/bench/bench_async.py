@@ -115,7 +115,9 @@ def main() -> None:
             for seed in range(args.repeats):
                 for bound, found in outcomes.items():
                     folder = Path(scratch) / f"run-{seed}-{bound}"
-                    found.append(measure(model, url, folder, bound, steps=args.steps, seed=seed))
+                    outcome = measure(model, url, folder, bound, steps=args.steps, seed=seed)
+                    found.append(outcome)
+                    report(f"run of max_staleness {bound}", seed=seed, **asdict(outcome))
     for bound, found in outcomes.items():
         report(f"max_staleness {bound}", repeats=args.repeats, **medians(found))
     for bound in args.staleness:

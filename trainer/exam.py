@@ -22,6 +22,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
@@ -66,9 +67,9 @@ class Exam:
         heading += f", {self.samples} samples each" if self.samples else ""
         heading += f"; {self.truncated:.0%} of greedy answers cut off"
         heading += f"; {self.errors} reward errors" if self.errors else ""
-        lines = [heading, " " * 10 + "".join(f"{column:>24}" for column in columns)]
+        lines = [heading, " " * 10 + "".join(f"{column:>22}" for column in columns)]
         for way in WAYS:
-            row = "".join(f"{self.table[way][column]!s:>24}" for column in columns)
+            row = "".join(f"{self.table[way][column]!s:>22}" for column in columns)
             lines.append(f"{way:<10}{row}")
         return "\n".join(lines)
 
@@ -119,6 +120,8 @@ def examine_checkpoints(
         CheckpointError: there is no such checkpoint.
         Conflict: a run holds the server's lease; its weights are not to be displaced.
     """
+    # Its bars would tear the table.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     paths = [checkpoint_path(config, name) for name in checkpoints]
     dtype = getattr(torch, config.model.dtype)
     with client.lease(holder="eval") as lease, ExitStack() as afterwards:

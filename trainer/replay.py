@@ -53,7 +53,7 @@ class Figure:
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else f"differ by {abs(self.logged - self.replayed):.2g}"
-        return f"{self.name:<14}{self.logged!r:>24}{self.replayed!r:>24}  {verdict}"
+        return f"{self.name:<14}{self.logged!r:>25}{self.replayed!r:>25}  {verdict}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def print_replay(console: Console, run: Path, found: Replay) -> bool:
         f"{found.tokens} tokens bore loss",
         markup=False,
     )
-    console.print(f"{'':<14}{'logged':>24}{'replayed':>24}")
+    console.print(f"{'':<14}{'logged':>25}{'replayed':>25}")
     for figure in found.figures:
         console.print(str(figure), markup=False)
     if all(figure.equal for figure in found.figures):

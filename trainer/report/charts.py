@@ -82,7 +82,7 @@ def line_chart(
     plane = _Plane(
         [step for one in drawn for step, _ in one.points],
         low,
-        max([*values, *ends, *([] if limit is None else [limit])]),
+        max([*values, *ends, *([] if limit is None else [limit * 1.2])]),
     )
     marks = plane.axes()
     if limit is not None:

@@ -13,7 +13,7 @@ export function showServer(state) {
   const ok = engine.state === "ready" ? "passed" : engine.state === "closed" ? "failed" : "waiting";
   const facts = [
     ["Engine", el("span", { class: "state" }, mark(ok), engine.state), engine.reason],
-    server && ["Model", el("span", { class: "mono" }, visible(server.model)), server.model],
+    server && ["Model", el("span", { class: "mono" }, visible(shortName(server.model))), server.model],
     live && ["Live", `v${live.version}`, `digest ${live.digest}`],
     server && ["Numbers", `${server.dtype}, ${server.max_model_len} context`],
   ].filter(Boolean);
@@ -26,6 +26,9 @@ export function showServer(state) {
     `Kept to look at: ${kept.groups} of at most ${kept.max_groups} groups, ` +
     `${bytes(kept.bytes)} of ${bytes(kept.max_bytes)}. The oldest go first.`;
 }
+
+/** The last part of a path; a name on a hub stays whole. */
+const shortName = (model) => (/^[./~]/.test(model) ? model.split("/").filter(Boolean).at(-1) : model);
 
 export function showLights(lights) {
   const firstFailed = lights.find((light) => light.state === "failed");

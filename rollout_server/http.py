@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import reprlib
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 
 from shared.codec import decode, encode, media_type
-from shared.errors import BodyTooLarge, InvalidRequest, Problem, TitoError, Unauthorized
+from shared.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    Problem,
+    TitoError,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 from shared.protocol import JSON, MSGPACK
 
 _PROBLEMS_SHOWN = 20
@@ -65,13 +72,28 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
     Raises:
         BodyTooLarge: it exceeds ``max_bytes``.
+        UnsupportedMediaType: it is compressed.
     """
     body = bytearray()
-    async for chunk in request.stream():
+    async for chunk in body_stream(request):
         body += chunk
         if len(body) > max_bytes:
             raise BodyTooLarge(f"the body exceeds {max_bytes} bytes; send fewer prompts at once")
     return bytes(body)
+
+
+def body_stream(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes in.
+
+    Raises:
+        UnsupportedMediaType: it is compressed, so that its size says nothing about what it holds.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise UnsupportedMediaType(
+            f"Content-Encoding {encoding[:_SHOWN_CHARS]!r} is not understood; send it as it is"
+        )
+    return request.stream()
 
 
 def _validate(document: Any, model: type[M]) -> M:

@@ -15,6 +15,7 @@ from rollout_server.http import answer, read_model, read_query, whole_number
 from rollout_server.lease_file import Lease
 from rollout_server.leases import Leases
 from rollout_server.policies import Policy
+from rollout_server.routes import documents
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import leases_of, startup_of
 from shared.errors import Conflict, InvalidRequest, Problem
@@ -33,8 +34,8 @@ PolicyWriter = Annotated[Caller, Depends(caller_with(PUBLISH_POLICY_OF_PATH))]
 async def policies(request: Request, _: AnyCaller) -> Response:
     """Without their histories."""
     service, leases = startup_of(request).service, leases_of(request)
-    described = [described(policy, leases) for policy in service.policies]
-    brief = [{k: v for k, v in policy.items() if k != "history"} for policy in described]
+    found = [described(policy, leases) for policy in service.policies]
+    brief = [{k: v for k, v in policy.items() if k != "history"} for policy in found]
     return answer(request, {"policies": brief})
 
 
@@ -45,7 +46,11 @@ async def policy(request: Request, name: str, _: AnyCaller) -> Response:
     return answer(request, described(found, leases_of(request)))
 
 
-@router.post("/{name}/lease", summary="Become the one writer of a policy")
+@router.post(
+    "/{name}/lease",
+    summary="Become the one writer of a policy",
+    openapi_extra=documents.body(LeaseRequest, {"holder": "me", "ttl_seconds": 30}),
+)
 async def acquire(request: Request, name: str, caller: PolicyWriter) -> Response:
     """The policy need not exist yet. Answers with the fencing number that publishes must carry."""
     _check_name(name)
@@ -58,7 +63,11 @@ async def acquire(request: Request, name: str, caller: PolicyWriter) -> Response
     return answer(request, _granted(lease, leases))
 
 
-@router.post("/{name}/lease/renew", summary="Heartbeat: keep a lease alive")
+@router.post(
+    "/{name}/lease/renew",
+    summary="Heartbeat: keep a lease alive",
+    openapi_extra=documents.body(LeaseRenewal, {"fence": 1}),
+)
 async def renew(request: Request, name: str, caller: PolicyWriter) -> Response:
     """409 once the lease has run out or was taken over."""
     asked = await read_model(request, LeaseRenewal, _MAX_BODY_BYTES)
@@ -80,7 +89,11 @@ async def release(request: Request, name: str, caller: AnyCaller) -> Response:
     return answer(request, {"lease": None})
 
 
-@router.post("/{name}/reset", summary="Go back to the model that the server was started with")
+@router.post(
+    "/{name}/reset",
+    summary="Go back to the model that the server was started with",
+    openapi_extra={"parameters": [*documents.query(ResetQuery), documents.FENCE]},
+)
 async def reset(request: Request, name: str, caller: PolicyWriter) -> Response:
     """Published as a new version, through the same transaction as any other."""
     service = startup_of(request).service
@@ -92,7 +105,9 @@ async def reset(request: Request, name: str, caller: PolicyWriter) -> Response:
     return answer(request, asdict(result))
 
 
-@router.delete("/{name}", summary="Forget a LoRA policy")
+@router.delete(
+    "/{name}", summary="Forget a LoRA policy", openapi_extra={"parameters": [documents.FENCE]}
+)
 async def delete(request: Request, name: str, caller: PolicyWriter) -> Response:
     """409 while groups are sampled from it, or somebody else holds its lease."""
     service = startup_of(request).service

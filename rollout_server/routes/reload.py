@@ -15,7 +15,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller, caller_with, publish_scope
-from rollout_server.http import answer, read_model, read_query
+from rollout_server.http import answer, body_stream, read_model, read_query
+from rollout_server.routes import documents
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import startup_of
 from rollout_server.service import Service
@@ -45,9 +46,20 @@ _BODY = {
         JSON: {"schema": ReloadFromPath.model_json_schema()},
     },
 }
+_PARAMETERS = [
+    *documents.query(ReloadQuery),
+    documents.FENCE,
+    documents.header(
+        DIGEST_HEADER, "Of the tensors as sent.", f"^([0-9a-f]{{32}}|{DIGEST_TRAILER})$"
+    ),
+]
 
 
-@router.post("/reload", summary="Publish new weights", openapi_extra={"requestBody": _BODY})
+@router.post(
+    "/reload",
+    summary="Publish new weights",
+    openapi_extra={"requestBody": _BODY, "parameters": _PARAMETERS},
+)
 async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with())]) -> Response:
     """Verified before anything is paused; answers with version, digest and timings."""
     query = read_query(request, ReloadQuery)
@@ -80,8 +92,8 @@ async def _from_stream(
         "options": options,
     }
     if query.policy == DEFAULT_POLICY:
-        return await service.publisher.publish_stream(request.stream(), **given)
-    return await service.adapters.publish_stream(query.policy, request.stream(), **given)
+        return await service.publisher.publish_stream(body_stream(request), **given)
+    return await service.adapters.publish_stream(query.policy, body_stream(request), **given)
 
 
 async def _from_delta(
@@ -91,7 +103,7 @@ async def _from_delta(
         problem = Problem("policy", query.policy, f"{DEFAULT_POLICY}; adapters are sent whole")
         raise InvalidRequest("a delta changes full weights only", problems=[problem])
     _check_length(request, service)
-    return await service.publisher.publish_delta(request.stream(), options=options)
+    return await service.publisher.publish_delta(body_stream(request), options=options)
 
 
 async def _from_path(

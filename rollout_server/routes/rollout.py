@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from rollout_server.auth import ROLLOUT, Caller, caller_with
 from rollout_server.http import answer, answer_type, read_model, while_connected
 from rollout_server.job import Job, name_of
+from rollout_server.routes import documents
 from rollout_server.routes.state import startup_of
 from rollout_server.service import Service
 from rollout_server.streams import Delivery, StreamAnswer, frames
@@ -35,19 +36,16 @@ _EXAMPLE: dict[str, Any] = {
     "group_size": 4,
     "max_tokens": 16,
 }
-_SCHEMA = {"schema": RolloutRequest.model_json_schema(ref_template="#/components/schemas/{model}")}
+_KEY = documents.header(
+    IDEMPOTENCY_HEADER, "Run it once, however often it is sent.", IDEMPOTENCY_KEY
+)
 _SHOWN_CHARS = 80
 
 
 @router.post(
     "/rollout",
     summary="Sample completions of prompts, as token ids",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {JSON: {**_SCHEMA, "example": _EXAMPLE}, MSGPACK: _SCHEMA},
-        }
-    },
+    openapi_extra={**documents.body(RolloutRequest, _EXAMPLE), "parameters": [_KEY]},
 )
 async def rollout(request: Request, caller: _CALLER) -> Response:
     """Groups in prompt order, or in a stream as they finish; see PROTOCOL.md for every field."""
@@ -86,7 +84,11 @@ async def _streamed(
     return StreamAnswer(frames(job, delivery), stack.pop_all(), content_type)
 
 
-@router.delete("/rollout", summary="Stop and forget a rollout that was sent with a key")
+@router.delete(
+    "/rollout",
+    summary="Stop and forget a rollout that was sent with a key",
+    openapi_extra={"parameters": [_KEY]},
+)
 async def cancel(request: Request, caller: _CALLER) -> Response:
     """Closing the connection is enough for one without a key."""
     key = _key_of(request)

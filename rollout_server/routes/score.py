@@ -9,26 +9,21 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.auth import ROLLOUT, Caller, caller_with
 from rollout_server.http import answer_type, read_model, while_connected
+from rollout_server.routes import documents
 from rollout_server.routes.state import startup_of
 from shared.codec import encode, scores_to_wire
 from shared.errors import InvalidRequest, Problem
-from shared.protocol import JSON, MSGPACK, ScoreRequest
+from shared.protocol import MSGPACK, ScoreRequest
 
 router = APIRouter()
 
 _EXAMPLE: dict[str, Any] = {"sequences": [{"token_ids": [5, 6, 7, 8], "completion_from": 2}]}
-_SCHEMA = {"schema": ScoreRequest.model_json_schema(ref_template="#/components/schemas/{model}")}
 
 
 @router.post(
     "/score",
     summary="Log-probabilities of given token ids",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {JSON: {**_SCHEMA, "example": _EXAMPLE}, MSGPACK: _SCHEMA},
-        }
-    },
+    openapi_extra=documents.body(ScoreRequest, _EXAMPLE),
 )
 async def score(
     request: Request, caller: Annotated[Caller, Depends(caller_with(ROLLOUT))]

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from rollout_server.auth import ADMIN, ROLLOUT, Caller, caller_with
 from rollout_server.http import answer, read_model, read_query, whole_number
 from rollout_server.recent import RecentGroup, RecentGroups
+from rollout_server.routes import documents
 from rollout_server.routes.policies import described
 from rollout_server.routes.state import leases_of, startup_of
 from rollout_server.viewer.documents import Reader, publishes
@@ -121,7 +122,13 @@ async def tokens(request: Request, name: str, index: str) -> Response:
     return answer(request, await asyncio.to_thread(reader.tokens, samples[number], start))
 
 
-@router.post("/rewards", summary="Tell what samples were worth, to look at")
+@router.post(
+    "/rewards",
+    summary="Tell what samples were worth, to look at",
+    openapi_extra=documents.body(
+        RewardReport, {"groups": [{"id": "9f86d081884c7d65", "rewards": [1.0, None]}]}
+    ),
+)
 async def rewards(
     request: Request, caller: Annotated[Caller, Depends(caller_with(ROLLOUT))]
 ) -> Response:

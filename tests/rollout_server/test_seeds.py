@@ -12,7 +12,7 @@ import pytest
 from rollout_server.seeds import seeded
 from shared.client import RolloutClient
 from shared.protocol import Group, Rollout, SamplingSettings
-from shared.resume import continuations
+from shared.resume import Resumption
 from tests.rollout_server.support import Weights, make_live
 
 PROMPTS = [[(7 * number + place) % 200 for place in range(9)] for number in range(6)]
@@ -82,5 +82,5 @@ def test_the_rest_of_an_aborted_sample_is_not_drawn_with_the_seed_of_its_beginni
     rollout = client.rollout([PROMPTS[0]], group_size=1, max_tokens=4)
     (sample,) = rollout.samples
     object.__setattr__(sample, "finish_reason", "abort")
-    (rest,) = continuations(rollout, {"seed": 3, "max_tokens": 4})
-    assert rest.settings["seed"] is None
+    (rest,) = Resumption([PROMPTS[0]], {"seed": 3, "max_tokens": 4}).of(rollout)
+    assert rest.settings.get("seed") is None

@@ -93,7 +93,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    again.add_argument(
+        "--resume-if-begun",
+        action="store_true",
+        help="the same, or begin when there is none: for what restarts by itself",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and stop"
     )
@@ -183,9 +189,11 @@ def _train(args: argparse.Namespace, console: Console) -> int:
     if args.dry_run:
         console.print(Text(to_toml(config)), end="")
         return 0
+    from trainer.checkpoint import checkpoints
     from trainer.train import train
 
-    return 0 if train(config, resume=args.resume, console=console) else 130
+    begun = args.resume_if_begun and checkpoints(Path(config.train.output) / "checkpoints")
+    return 0 if train(config, resume=args.resume or bool(begun), console=console) else 130
 
 
 def _eval(args: argparse.Namespace, console: Console) -> int:

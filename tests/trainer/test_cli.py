@@ -3,11 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared.errors import ServerUnreachable
 from trainer import cli
+from trainer.config import Config
 from trainer.config_file import load_config
 
 NOWHERE = "http://127.0.0.1:9"
@@ -129,3 +131,22 @@ def test_eval_of_a_real_server(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("served (v")
     assert [line.split()[0] for line in printed[1:]] == ["greedy", "lenient", "strict", "form"]
+
+
+@pytest.mark.parametrize(("begun", "resumed"), [(False, False), (True, True)])
+def test_what_restarts_by_itself_goes_on_if_it_has_begun(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, resumed: bool
+) -> None:
+    asked: list[bool] = []
+
+    def train(_: Config, *, resume: bool, **__: Any) -> bool:
+        asked.append(resume)
+        return True
+
+    monkeypatch.setattr("trainer.train.train", train)
+    output = tmp_path / "run"
+    if begun:
+        (output / "checkpoints" / "step-000003").mkdir(parents=True)
+    command = ["train", str(file), f'train.output="{output}"', "--resume-if-begun"]
+    assert cli.main(command) == 0
+    assert asked == [resumed]

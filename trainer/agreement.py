@@ -26,8 +26,8 @@ def refuse_other_tokenizer(theirs: str, ours: str) -> None:
     """
     if theirs != ours:
         raise MismatchError(
-            f"the server's tokenizer ({theirs}) is not that of model.path ({ours}): start the "
-            f"server with the model that is trained"
+            f"the server's tokenizer ({theirs}) is not that of model.path ({ours})",
+            advice="start the server with the model that is trained: --model as in model.path",
         )
 
 

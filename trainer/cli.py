@@ -1,5 +1,6 @@
 """The trainer's commands.
 
+    python -m trainer init [DIR]
     python -m trainer train CONFIG.toml [section.key=value ...] [--resume] [--dry-run]
     python -m trainer doctor CONFIG.toml [section.key=value ...]
     python -m trainer eval CONFIG.toml [section.key=value ...] [--checkpoint base|latest|DIR ...]
@@ -28,6 +29,7 @@ from rich.text import Text
 
 from shared.client import RolloutClient
 from shared.errors import TitoError
+from trainer.advice import advice_for
 
 TOKEN_VARIABLE = "TITO_TOKEN"
 
@@ -42,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         _print_error(error)
+        return 1
+    except OSError as error:  # a file or a disk
+        if args.traceback:
+            raise
+        _print_error(TitoError(str(error)))
         return 1
     except KeyboardInterrupt:
         if args.traceback:
@@ -69,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    _add_init(commands.add_parser("init", parents=[common], help="files to begin a task with"))
     _add_train(commands.add_parser("train", parents=[common], help="run the training loop"))
     _add_doctor(commands.add_parser("doctor", parents=[common], help="what would go wrong, first"))
     _add_eval(commands.add_parser("eval", parents=[common], help="pass@k, strict and lenient"))
@@ -89,6 +97,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replace a setting of the file"
     )
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, nargs="?", default=Path(), metavar="DIR")
+    parser.add_argument("--model", help="its name or directory, for model.path")
+    parser.set_defaults(command=_init)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -182,6 +196,16 @@ def _add_tiny_policy(parser: argparse.ArgumentParser) -> None:
 # Each command imports its own modules: check and peek need no torch and should start at once.
 
 
+def _init(args: argparse.Namespace, console: Console) -> int:
+    from trainer.init import DEFAULT_MODEL, next_commands, write_project
+
+    model = args.model or DEFAULT_MODEL
+    for path in write_project(args.directory, model):
+        console.print(Text(f"wrote {path}"))
+    console.print(Text(f"then, with a server beside it:\n{next_commands(args.directory, model)}"))
+    return 0
+
+
 def _train(args: argparse.Namespace, console: Console) -> int:
     from trainer.config_file import load_config, to_toml
 
@@ -224,11 +248,13 @@ def _doctor(args: argparse.Namespace, console: Console) -> int:
     from trainer.config_file import load_config
     from trainer.doctor import diagnose
     from trainer.findings import FAILURE, print_finding
+    from trainer.memory import lack_told
 
-    failed = False
-    for finding in diagnose(load_config(args.config, args.overrides)):
-        print_finding(console, finding)
-        failed |= finding.verdict == FAILURE
+    config, failed = load_config(args.config, args.overrides), False
+    with lack_told(config):
+        for finding in diagnose(config):
+            print_finding(console, finding)
+            failed |= finding.verdict == FAILURE
     return int(failed)
 
 
@@ -316,7 +342,9 @@ def _tiny_policy(args: argparse.Namespace, console: Console) -> int:
 def _print_error(error: TitoError) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text(f"error: {error}", style="red"))
-    console.print(Text("(--traceback shows where this was raised)", style="dim"))
+    where = Text("(--traceback shows where this was raised)", style="dim")
+    advice = advice_for(error)
+    console.print(Text.assemble(f"  {advice} ", where) if advice else where)
 
 
 if __name__ == "__main__":

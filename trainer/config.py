@@ -65,7 +65,7 @@ class ModelConfig(_Section):
 class ServerConfig(_Section):
     """The rollout server."""
 
-    url: Url = "http://127.0.0.1:8300"
+    url: Url = Field(default="http://127.0.0.1:8300", description="Where it listens.")
     urls: tuple[Url, ...] = Field(
         default=(), description="Several servers, which share the work; used instead of url."
     )
@@ -159,11 +159,15 @@ class DataConfig(_Section):
 class RolloutConfig(_Section):
     """What is asked of the server in each step."""
 
-    prompts_per_step: int = Field(default=32, ge=1, le=MAX_PROMPTS)
+    prompts_per_step: int = Field(
+        default=32, ge=1, le=MAX_PROMPTS, description="Groups that a step begins with."
+    )
     group_size: int = Field(
         default=8, ge=2, le=MAX_GROUP_SIZE, description="One has no peers to beat."
     )
-    max_tokens: Count = 512
+    max_tokens: Count = Field(
+        default=512, description="Of a completion. Cut off too early, answers cannot be right."
+    )
     temperature: float = Field(
         default=1.0, gt=0.0, le=100.0, description="Greedy samples cannot train."
     )
@@ -326,8 +330,12 @@ class OptimizerConfig(_Section):
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
     eps: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
-    warmup_updates: CountOrNone = 0
-    max_gradient_norm: float = Field(default=1.0, gt=0.0)
+    warmup_updates: CountOrNone = Field(
+        default=0, description="Updates in which lr rises to its full size."
+    )
+    max_gradient_norm: float = Field(
+        default=1.0, gt=0.0, description="Longer gradients are scaled down to this norm."
+    )
 
 
 class TrainConfig(_Section):
@@ -336,7 +344,7 @@ class TrainConfig(_Section):
     output: str = Field(
         default="runs/train", min_length=1, description="Directory for all that is kept."
     )
-    steps: Count = 100
+    steps: Count = Field(default=100, description="Rollouts that are trained on.")
     updates_per_rollout: Count = Field(
         default=1, description="Passes of the optimizer over one rollout."
     )
@@ -348,7 +356,7 @@ class TrainConfig(_Section):
         description="Steps that samples may lag behind what is trained. 0 is strictly on-policy; "
         "above, the servers sample for later steps while the trainer trains.",
     )
-    seed: int = 0
+    seed: int = Field(default=0, description="Of the data's order and of fresh weights.")
     checkpoint_every: CountOrNone = Field(default=50, description="Steps; 0: at the end alone.")
     keep_checkpoints: Count = 2
     keep_batches: CountOrNone = Field(

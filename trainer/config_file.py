@@ -99,7 +99,7 @@ def _known_keys(location: tuple[int | str, ...]) -> str:
 
 def _tables(table: Mapping[str, Any], prefix: str = "") -> str:
     """Values first, then one section for each nested table, as TOML demands."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if _is_value(value)]
+    lines = [f"{key} = {toml_value(value)}" for key, value in table.items() if _is_value(value)]
     text = "\n".join(lines) + "\n" if lines else ""
     for key, value in table.items():
         if not _is_value(value):
@@ -120,10 +120,11 @@ def _toml_key(key: str) -> str:
     )
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """One value of a dumped configuration, on one line."""
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     # TOML writes strings, booleans and numbers as JSON does, but for DEL, which JSON lets through.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

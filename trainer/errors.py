@@ -7,16 +7,29 @@ TitoError
     |-- RewardError      a reward function cannot be loaded
     |-- MismatchError    samples come from another distribution or vocabulary than the trainer's
     |-- LedgerError      the accounts of a step do not add up
-    `-- CheckpointError  a checkpoint is missing or does not fit this run
+    |-- CheckpointError  a checkpoint is missing or does not fit this run
+    `-- OutOfMemory      the trainer's device has too little of it
 """
 
 from __future__ import annotations
 
-from shared.errors import TitoError
+from collections.abc import Sequence
+
+from shared.errors import Problem, TitoError
 
 
 class TrainerError(TitoError):
+    """Base of what the trainer raises.
+
+    Attributes:
+        advice: what to do about it, where the message does not say; shown on a line of its own.
+    """
+
     code = "trainer_error"
+
+    def __init__(self, message: str, *, advice: str = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message, problems=problems)
+        self.advice = advice
 
 
 class ConfigError(TrainerError):
@@ -41,3 +54,7 @@ class LedgerError(TrainerError):
 
 class CheckpointError(TrainerError):
     code = "checkpoint_error"
+
+
+class OutOfMemory(TrainerError):
+    code = "out_of_memory"

@@ -20,6 +20,8 @@ from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
 
+_OTHER_MODEL = "set model.path to a checkpoint's directory, or to the name of one on the hub"
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -96,11 +98,24 @@ def _device(name: str) -> str:
 def _load(
     source: str, config: Config, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    _refuse_no_checkpoint(source)
     try:
         model = load_policy(source, dtype=getattr(torch, config.model.dtype), device=device)
         return model, AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model {source}: {error}") from error
+        # The library goes on for lines about how to log in.
+        said = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"cannot load the model {source}: {said}", advice=_OTHER_MODEL) from error
+
+
+def _refuse_no_checkpoint(source: str) -> None:
+    """A path is told apart from a name here; the library would ask the hub for both."""
+    path = Path(source)
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.exists()
+    whole, adapter = path / "config.json", path / "adapter_config.json"
+    if looks_like_path and not (whole.is_file() or adapter.is_file()):
+        what = "has no config.json" if path.is_dir() else "is no directory"
+        raise ConfigError(f"cannot load the model {source}: it {what}", advice=_OTHER_MODEL)
 
 
 def _add_lora(model: PreTrainedModel, config: Config) -> None:

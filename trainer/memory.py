@@ -8,12 +8,15 @@ with its one chunk of logits and the gradient of its weights in float32.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from trainer.config import Config
+from trainer.errors import OutOfMemory
 from trainer.head import chunk_elements
 
 _HIDDEN_SIZED, _INNER_SIZED = 14, 4
@@ -74,3 +77,35 @@ def room(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def lack_told(config: Config) -> Iterator[None]:
+    """Say what to change when memory runs out in the block.
+
+    Raises:
+        OutOfMemory: instead of what torch or Python raise.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_lack(error):
+            raise
+        # What was wanted and what there is; the rest is about settings of the allocator.
+        said = ". ".join(str(error).partition("\n")[0].split(". ")[:3])
+        raise OutOfMemory(f"the trainer is out of memory: {said}", advice=_cure(config)) from error
+
+
+def _is_lack(error: Exception) -> bool:
+    # On a CPU torch has no exception of its own for it.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        "can't allocate memory" in str(error)
+    )
+
+
+def _cure(config: Config) -> str:
+    cures = [f"lower train.micro_batch_tokens (now {config.train.micro_batch_tokens})"]
+    if not config.model.activation_checkpointing:
+        cures.append("set model.activation_checkpointing = true")
+    cures.append("start a server on the same GPU with a lower --memory-share")
+    return f"{', or '.join(cures)}; none of these changes what is learnt"

@@ -144,7 +144,10 @@ def _arithmetic_task(problem: Problem) -> Task:
 def _load_rows(data: DataConfig) -> Sequence[Row]:
     path = Path(data.path or "")
     if not path.exists():
-        raise DataError(f"{path} does not exist (data.path or evaluation.path)")
+        raise DataError(
+            f"{path} does not exist",
+            advice="set data.path or evaluation.path, as seen from where the trainer starts",
+        )
     rows, columns = _read_dataset(path, data.split) if data.source == "dataset" else _read(path)
     if not len(rows):
         raise DataError(f"{path} has no rows")
@@ -197,7 +200,8 @@ def _require_columns(path: Path, data: DataConfig, columns: list[str]) -> None:
     if missing:
         raise DataError(
             f"{path} lacks {', '.join(map(repr, missing))} in some or all rows; columns in every "
-            f"row: {', '.join(columns) or '(none)'}. Set data.prompt_field and data.answer_field."
+            f"row: {', '.join(columns) or '(none)'}",
+            advice="set data.prompt_field and data.answer_field to columns that are there",
         )
 
 

@@ -202,8 +202,8 @@ def _starting_point(checkpoints: Path, *, resume: bool) -> Path | None:
         return latest_checkpoint(checkpoints)
     if any(checkpoints.glob("step-*")):
         raise ConfigError(
-            f"{checkpoints} holds those of another run: --resume goes on with it, another "
-            f"train.output starts a new one"
+            f"{checkpoints} holds those of another run",
+            advice="--resume goes on with it, another train.output starts a new one",
         )
     return None
 

@@ -23,9 +23,10 @@ from trainer.config import Config
 from trainer.feedback import report
 from trainer.judging import Judged, judge, refilled
 from trainer.ledger import StepLedger
+from trainer.memory import lack_told
 from trainer.metrics import measure
 from trainer.prompts import Task
-from trainer.rewards import score_rollout
+from trainer.rewards import refuse_no_verdict, score_rollout
 from trainer.run import Run, how_to_resume, open_run
 from trainer.stopping import stop_on_signals
 from trainer.update import learn, training_set
@@ -43,7 +44,7 @@ def train(config: Config, *, resume: bool = False, console: Console | None = Non
     Raises:
         TitoError: with a message for the person who started the run.
     """
-    with open_run(config, resume=resume, console=console) as run:
+    with lack_told(config), open_run(config, resume=resume, console=console) as run:
         # Whatever the servers held before, the first samples must come from this model.
         step = run.began.step
         run.publish(step)
@@ -84,6 +85,9 @@ def take_step(run: Run, step: int) -> None:
         lambda prompts: _judged(run, step, *run.sampler.more(prompts)),
         budget=int(run.config.rollout.refill_budget * len(tasks)),
     )
+    if step == run.began.step + 1:
+        # Later on, a service that fails for a while may come back; the ledger counts what it cost.
+        refuse_no_verdict(run.reward, judged.outcomes)
     tasks, rollout, outcomes, fates = judged.tasks, judged.rollout, judged.outcomes, judged.fates
     staleness = [run.servers.published.staleness(sample, step) for sample in rollout.samples]
 

@@ -21,7 +21,7 @@ from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
 from trainer.curve import read_records
-from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, MismatchError, RewardError
 from trainer.train import train
 
 REWARDS = """
@@ -152,7 +152,7 @@ def test_one_run_is_not_written_over_another(run_config: RunConfig) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         run(run_config(), resume=True)
     run(run_config(train={"steps": 1}))
-    with pytest.raises(ConfigError, match="--resume goes on with it"):
+    with pytest.raises(ConfigError, match="holds those of another run"):
         run(run_config(train={"steps": 1}))
 
 
@@ -182,12 +182,10 @@ def test_samples_whose_reward_fails_leave_and_are_counted(
     assert printed.count("warning: reward errors") == 1
 
 
-def test_a_reward_that_never_works_trains_nothing(run_config: RunConfig, tmp_path: Path) -> None:
-    printed = run(run_config("always_broken", train={"steps": 1}))
-    assert "no update" in printed
-    assert "reward nan" in printed
-    (entry,) = read_records(tmp_path / "run" / "ledger.jsonl")
-    assert entry["groups"] == {"reward_error": 4}
+def test_a_reward_that_never_works_ends_the_run(run_config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"none of 16 samples.*RuntimeError: never a verdict"):
+        run(run_config("always_broken"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_another_chat_template_is_refused(

@@ -18,7 +18,7 @@ those of a program under test.
 
 from trainer.rewards.load import Part
 from trainer.rewards.outcome import Failed, Outcome, Score, TimedOut
-from trainer.rewards.scoring import Reward, open_reward, score_rollout
+from trainer.rewards.scoring import Reward, open_reward, refuse_no_verdict, score_rollout
 
 __all__ = [
     "Failed",
@@ -28,5 +28,6 @@ __all__ = [
     "Score",
     "TimedOut",
     "open_reward",
+    "refuse_no_verdict",
     "score_rollout",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from shared.protocol import Rollout, Sample
+from trainer.errors import RewardError
 from trainer.rewards.load import Part
 from trainer.rewards.outcome import Failed, Outcome
 from trainer.rewards.pool import WorkerPool
@@ -73,3 +75,21 @@ def score_rollout(reward: Reward, tasks: Sequence[Task], rollout: Rollout) -> li
     ]
     outcomes = iter(reward.score(pairs))
     return [[next(outcomes) for _ in group.samples] for group in rollout.groups]
+
+
+def refuse_no_verdict(reward: Reward, outcomes: Sequence[Sequence[Outcome]]) -> None:
+    """Raise if not one sample could be scored: that is no hard sample but a broken function.
+
+    Raises:
+        RewardError: with the reason that was given most often.
+    """
+    every = [outcome for group in outcomes for outcome in group]
+    reasons = Counter(outcome.reason for outcome in every if isinstance(outcome, Failed))
+    if not every or reasons.total() < len(every):
+        return
+    reason, _ = reasons.most_common(1)[0]
+    named = ", ".join(part.function for part in reward.parts)
+    raise RewardError(
+        f"none of {len(every)} samples could be scored, most often: {reason}",
+        advice=f"mend the reward ({named}), then start the run as before: nothing was trained",
+    )

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings, settings_from_args
+from rollout_server.start_failure import EngineDidNotStart
 
 log = logging.getLogger("tito.server")
 
@@ -40,20 +42,40 @@ def main() -> None:
     if settings.tokens_file is None and settings.host not in _LOOPBACK:
         log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
     server = uvicorn.Server(uvicorn.Config(app, log_level=settings.log_level, access_log=False))
-    # Before the engine loads, which takes long: a port that is taken should be heard of at once.
+    # Before the engine loads, which takes long: what is wrong already should be heard of at once.
+    _refuse_no_model(settings.model)
     listening = _listen(settings)
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn lets running requests end, and then raises the signal once more: done is done.
         signal.signal(number, lambda *_: None)
     server.run(sockets=[listening])
     if failures:
-        log.debug("startup failed", exc_info=failures[0])
-        _die(f"the engine did not start: {failures[0]}", "the engine's own log is above")
+        _tell(failures[0])
     if not app.state.startup.is_up:
         # Told to stop while the engine was loading, in a thread that cannot be stopped.
         logging.shutdown()
         os._exit(0)
     log.info("stopped; every request was answered")
+
+
+def _tell(failure: Exception) -> NoReturn:
+    log.debug("startup failed", exc_info=failure)
+    if isinstance(failure, EngineDidNotStart):
+        _die(f"the engine did not start: {failure}", failure.advice)
+    reason = " ".join(str(failure).split()) or type(failure).__name__
+    _die(f"cannot serve: {reason}", "--log-level debug shows where this was raised")
+
+
+def _refuse_no_model(model: str) -> None:
+    """A path is told apart from a name before the engine asks the hub for either."""
+    path = Path(model)
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
+    if looks_like_path and not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is no directory"
+        _die(
+            f"cannot serve the model {model}: it {what}",
+            "give --model a checkpoint's directory, or the name of one on the hub",
+        )
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -62,7 +84,10 @@ def _listen(settings: ServerSettings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         where = f"{settings.host} port {settings.port}"
-        _die(f"cannot listen on {where}: {error.strerror}", "choose another --host or --port")
+        _die(
+            f"cannot listen on {where}: {error.strerror}",
+            "end what listens there, or choose another --host or --port",
+        )
 
 
 def _settings() -> ServerSettings:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout_server.heap import freeze_heap
 from rollout_server.settings import ServerSettings
+from rollout_server.start_failure import reason_told
 from rollout_server.worker_plugin import PARENT_VARIABLE
 from shared.errors import EngineFailure
 from shared.protocol import FinishReason, PauseMode, SamplingSettings
@@ -176,9 +177,10 @@ class VLLMEngine:
 
         self.held = False
         os.environ[PARENT_VARIABLE] = str(os.getpid())
-        self._llm: AsyncLLM = AsyncLLM.from_engine_args(
-            _engine_args(settings, self.worker_extension)
-        )
+        with reason_told(settings):
+            self._llm: AsyncLLM = AsyncLLM.from_engine_args(
+                _engine_args(settings, self.worker_extension)
+            )
         self._ids = itertools.count()
         freeze_heap()
 

@@ -135,12 +135,17 @@ def refusal(*flags: str, seconds: float = 120) -> str:
     return done.stderr
 
 
-def test_a_wrong_model_path_ends_the_process_with_two_clear_lines(tmp_path: Path) -> None:
-    missing = tmp_path / "no-such-model"
-    lines = refusal("--model", str(missing), "--port", str(free_port())).rstrip().splitlines()
-    assert lines[-2].startswith("rollout-server: ")
-    assert str(missing) in lines[-2]
-    assert lines[-1].startswith("  ")
+@pytest.mark.parametrize(("made", "what"), [(False, "is no directory"), (True, "no config.json")])
+def test_a_wrong_model_path_ends_the_process_with_two_clear_lines(
+    tmp_path: Path, made: bool, what: str
+) -> None:
+    wrong = tmp_path / "no-such-model"
+    if made:
+        wrong.mkdir()
+    first, second = refusal("--model", str(wrong), "--port", str(free_port())).splitlines()
+    assert first.startswith(f"rollout-server: cannot serve the model {wrong}: ")
+    assert what in first
+    assert second.startswith("  give --model ")
 
 
 def test_a_bad_flag_ends_the_process_at_once() -> None:
@@ -157,4 +162,6 @@ def test_a_port_in_use_ends_the_process(tiny_model: Path) -> None:
         port = str(taken.getsockname()[1])
         # Nobody should wait for an engine to load before being told.
         error = refusal("--model", str(tiny_model), "--port", port, seconds=20)
-    assert "address already in use" in error.lower()
+    first, second = error.splitlines()
+    assert "address already in use" in first.lower()
+    assert second == "  end what listens there, or choose another --host or --port"

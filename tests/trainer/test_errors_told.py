@@ -47,7 +47,7 @@ Tell = Callable[..., list[str]]
 def tell(untrained_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tell:
     """Train with some settings changed; what was printed as an error, by line."""
     (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    known = {
+    known: dict[str, dict[str, Any]] = {
         "model": {"path": str(untrained_model), "device": "cpu"},
         "server": {"url": NOWHERE, "ready_timeout": 0},
         "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},

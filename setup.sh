@@ -35,7 +35,7 @@ cpu)
   pip install -q --no-deps -r requirements-cpu.lock
   pip install -q --no-deps -e .
   ;;
-gpu) pip install -q -e ".[server-gpu,trainer,dev]" ;;
+gpu) pip install -q -e ".[server-gpu,trainer-gpu,dev]" ;;
 *) die "TITO_DEVICE is '$device'" "allowed: auto, cpu, gpu" ;;
 esac
 

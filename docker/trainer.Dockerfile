@@ -28,7 +28,7 @@ COPY shared shared
 COPY rollout_server rollout_server
 COPY trainer trainer
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install ".[trainer]"
+    pip install ".[trainer-gpu]"
 
 # ---- What runs -----------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS runtime

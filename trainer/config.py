@@ -59,6 +59,9 @@ class ModelConfig(_Section):
     activation_checkpointing: bool = Field(
         default=False, description="Compute activations again instead of keeping them."
     )
+    liger: bool = Field(
+        default=False, description="Liger's fused kernels for norms, rotary and SwiGLU; on a GPU."
+    )
     lora: LoraConfig = LoraConfig()
 
 

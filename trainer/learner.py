@@ -15,6 +15,7 @@ from shared.tokens import tokenizer_fingerprint
 from trainer.checkpoint import restore_trainer
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
+from trainer.kernels import use_liger
 from trainer.lora import add_lora
 from trainer.objective import Objective
 from trainer.packing import use_packing
@@ -66,7 +67,11 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
     if objective.beta > 0 and not config.model.lora.rank:
         dtype = getattr(torch, config.model.dtype)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
-    unpacked = _choose_packing(config, [model] if reference is None else [model, reference])
+    models = [model] if reference is None else [model, reference]
+    if config.model.liger:
+        for each in models:
+            use_liger(each)
+    unpacked = _choose_packing(config, models)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = build_optimizer(model, config.optimizer)

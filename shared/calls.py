@@ -48,6 +48,7 @@ class Call(Generic[T]):
     """One request.
 
     Attributes:
+        method, path, headers, params: of HTTP; the path is below the server's URL.
         read: turns the decoded answer into what the caller gets.
         body: makes the body anew for each attempt: bytes, or pieces to be streamed.
         repeatable: whether it does no harm to run it twice.
@@ -101,7 +102,11 @@ def rollout(
     """``POST /rollout``.
 
     Args:
+        prompts, settings: fields of :class:`shared.protocol.RolloutRequest`.
         key: under which it may be asked for again, even if it was begun.
+
+    Raises:
+        InvalidRequest: the settings ask for a stream.
     """
     if settings.get("stream"):
         problem = Problem("stream", "true", "rollout_stream of the client")

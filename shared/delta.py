@@ -73,7 +73,11 @@ class Frame:
 
 
 def encode_json(document: Mapping[str, Any]) -> bytes:
-    """A header of the format: four bytes of length, then JSON."""
+    """A header of the format: four bytes of length, little-endian, then JSON.
+
+    Raises:
+        ValueError: it is longer than a header may be.
+    """
     body = orjson.dumps(document)
     if len(body) > MAX_JSON_BYTES:
         raise ValueError(f"a delta's header has {len(body)} bytes; allowed: {MAX_JSON_BYTES}")

@@ -49,7 +49,16 @@ class Problem:
 
 
 class TitoError(Exception):
-    """Base of everything that Tito raises on purpose."""
+    """Base of everything that Tito raises on purpose.
+
+    Attributes:
+        message: what happened, without the problems; ``str(error)`` has them too.
+        problems: every field that is wrong, where it is fields.
+        retry_after: seconds after which the same request may succeed; None when nobody knows.
+        details: more facts, by kind of error, as plain data.
+        code: names the kind on the wire.
+        status: HTTP status that a server answers with.
+    """
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -84,62 +93,95 @@ class TitoError(Exception):
 
 
 class InvalidRequest(TitoError):
+    """A field is wrong; ``problems`` says which, and what is allowed. Nothing was run."""
+
     code, status = "invalid_request", 422
 
 
 class MalformedBody(TitoError):
+    """The body is not what its content type says, or an answer is none of a rollout server."""
+
     code, status = "malformed_body", 400
 
 
 class Unauthorized(TitoError):
+    """There is no bearer token, or nobody was given this one."""
+
     code, status = "unauthorized", 401
 
 
 class Forbidden(TitoError):
+    """The token is known and lacks the right, or the path is outside of what may be read."""
+
     code, status = "forbidden", 403
 
 
 class NotFound(TitoError):
+    """There is no such policy, group or route."""
+
     code, status = "not_found", 404
 
 
 class Conflict(TitoError):
+    """Somebody else writes this policy, or a delta is against other weights than the live ones.
+
+    ``details`` may have ``holder``, ``fence`` and ``seconds_left`` of the lease.
+    """
+
     code, status = "conflict", 409
 
 
 class PreconditionFailed(TitoError):
+    """The live policy is not the version or digest that was asked for."""
+
     code, status = "precondition_failed", 412
 
 
 class BodyTooLarge(TitoError):
+    """The body is larger than the server takes; ``/info`` has its limits."""
+
     code, status = "body_too_large", 413
 
 
 class UnsupportedMediaType(TitoError):
+    """The content type or encoding of the body is one that the server does not read."""
+
     code, status = "unsupported_media_type", 415
 
 
 class WeightsRejected(TitoError):
+    """A checkpoint failed verification. The live policy is what it was."""
+
     code, status = "weights_rejected", 422
 
 
 class Overloaded(TitoError):
+    """There is no room in the queue; ``retry_after`` says when to come back, in seconds."""
+
     code, status = "overloaded", 429
 
 
 class EngineFailure(TitoError):
+    """The engine failed on this request, or its weights could not be restored."""
+
     code, status = "engine_failure", 500
 
 
 class EngineUnavailable(TitoError):
+    """The engine starts, restarts or sleeps; ``retry_after`` may say for how many seconds."""
+
     code, status = "engine_unavailable", 503
 
 
 class DeadlineExceeded(TitoError):
+    """The request's own deadline passed before it was finished."""
+
     code, status = "deadline_exceeded", 504
 
 
 class InsufficientStorage(TitoError):
+    """The server's disk or shared memory is full. The live policy is what it was."""
+
     code, status = "insufficient_storage", 507
 
 

@@ -40,7 +40,13 @@ class Exchange:
         }
 
     def read(self, response: httpx.Response) -> Any:
-        """The decoded body, or the exception that it describes."""
+        """The decoded body of a success.
+
+        Raises:
+            TitoError: what the body of an error describes.
+            MalformedBody: the body of a success cannot be read.
+            ServerUnreachable: an error, and not of this protocol.
+        """
         content_type = media_type(response.headers.get("content-type", ""))
         try:
             document = decode(response.content, content_type)
@@ -63,6 +69,7 @@ class Exchange:
         raise MalformedBody(f"{self.url}: a stream was asked for, and a document came")
 
     def unreachable(self, error: httpx.RequestError) -> ServerUnreachable:
+        """What a failed connection is raised as; the caller sets the cause."""
         reason = str(error) or type(error).__name__
         return ServerUnreachable(f"no answer from {self.url}: {reason}")
 

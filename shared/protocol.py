@@ -94,7 +94,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(min_length=1)
+    role: str = Field(min_length=1, description="system, user, assistant or as the template has.")
     content: str | list[dict[str, Any]] | None = None
 
 
@@ -110,7 +110,9 @@ class BegunCompletion(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    token_ids: list[_TokenId] = Field(fail_fast=True, min_length=1)
+    token_ids: list[_TokenId] = Field(
+        fail_fast=True, min_length=1, description="The prompt's, then the completion's."
+    )
     completion_from: _WholeNumber = Field(
         ge=1, description="Index at which the completion begins; at most the number of ids."
     )
@@ -229,7 +231,9 @@ class RolloutRequest(SamplingSettings):
     group_size: _WholeNumber = Field(
         8, ge=1, le=MAX_GROUP_SIZE, description="Completions per prompt."
     )
-    purpose: Purpose = Purpose.TRAIN
+    purpose: Purpose = Field(
+        Purpose.TRAIN, description="train refuses settings that a trainer could not account for."
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the chat template, e.g. enable_thinking."
     )
@@ -347,7 +351,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens ``[start, end)`` of a completion were sampled by policy ``version``."""
+    """Tokens ``[start, end)`` of a completion were sampled by policy ``version``.
+
+    Attributes:
+        digest: content digest of that version, 32 hex characters.
+    """
 
     version: int
     digest: str
@@ -389,6 +397,7 @@ class Group:
 
     Attributes:
         group_id: which prompt of its rollout.
+        prompt_ids: int32 ``[prompt_len]``.
         id: name that the server gave it, and no other group ever; empty if none did.
     """
 
@@ -403,6 +412,10 @@ class Rollout:
     """Answer of ``POST /rollout``: groups in prompt order.
 
     Attributes:
+        model: as the server was started with it.
+        tokenizer: fingerprint, see :func:`shared.tokens.tokenizer_fingerprint`.
+        policy: which one sampled.
+        sampling: fields of :class:`SamplingSettings` as they were applied.
         missing: group ids of the prompts that were not finished by the deadline.
     """
 
@@ -439,6 +452,8 @@ class Totals:
     """How much a stream has brought.
 
     Attributes:
+        groups, samples: whole ones.
+        completion_tokens: of all samples.
         prompt_tokens: of each group's prompt once.
         finish_reasons: number of samples that ended for each reason.
     """
@@ -467,6 +482,7 @@ class StreamEnd:
     """What closes a streamed rollout.
 
     Attributes:
+        model, tokenizer, policy, sampling: as of :class:`Rollout`.
         totals: of the groups that the stream brought.
         missing: group ids of the prompts that were not finished by the deadline.
     """
@@ -496,7 +512,18 @@ class ReloadResult:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Answer of ``GET /info``."""
+    """Answer of ``GET /info``.
+
+    Attributes:
+        protocol: version of the wire that the server speaks.
+        model: name or path that it was started with.
+        tokenizer: fingerprint; a trainer's must be the same.
+        vocab_size: token ids are below it.
+        dtype: that weights are served in.
+        policy, version, digest: the default policy, as it is live now.
+        limits: the largest that is taken, by name: ``max_model_len`` (tokens), ``max_samples``,
+            ``max_body_bytes`` and others.
+    """
 
     protocol: int
     model: str

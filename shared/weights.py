@@ -36,7 +36,13 @@ _CHUNK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, safetensors dtype (``BF16``, ``F32``...) and shape of one checkpoint tensor."""
+    """What identifies one checkpoint tensor, but for its values.
+
+    Attributes:
+        name: as in the checkpoint.
+        dtype: safetensors' name, such as ``BF16`` or ``F32``; a key of ``ITEM_BYTES``.
+        shape: empty for a scalar.
+    """
 
     name: str
     dtype: str
@@ -44,6 +50,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its values."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -65,7 +72,7 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """Where a tensor's bytes lie, counted from the start of the file."""
+    """Where a tensor's bytes lie: ``[start, end)``, counted from the start of the file."""
 
     spec: TensorSpec
     start: int
@@ -73,7 +80,14 @@ class TensorRange:
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length prefix and JSON header of a safetensors file that holds ``specs`` in this order."""
+    """Length prefix and JSON header of a safetensors file that holds ``specs`` in this order.
+
+    Args:
+        metadata: strings for the header's ``__metadata__``.
+
+    Raises:
+        ValueError: a name is there twice, or reserved.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in specs:

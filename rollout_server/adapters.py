@@ -29,7 +29,7 @@ from rollout_server.engine import Adapter, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, EngineUnavailable, TitoError
+from shared.errors import Conflict, EngineUnavailable, NotFound, TitoError
 from shared.protocol import DEFAULT_POLICY, ReloadResult
 
 log = logging.getLogger("tito.adapters")
@@ -140,21 +140,32 @@ class AdapterPublisher:
         Raises:
             Conflict: it is the full policy, or in use.
         """
-        policy = self._policies[name]
-        if policy.adapter is None:
-            raise Conflict(f"{name} is the model itself; only LoRA policies can be deleted")
-        if self._users[policy.adapter]:
-            raise Conflict(f"{name} is in use by {self._users[policy.adapter]} groups")
-        self._policies.remove(name)
-        await asyncio.to_thread(self._spool.forget, name)
-        await self._release(policy.adapter)
+        async with self._applying:  # else a version that is being loaded would lose its files
+            policy = self._policies[name]
+            if policy.adapter is None:
+                raise Conflict(f"{name} is the model itself; only LoRA policies can be deleted")
+            if users := self._users_of(name):
+                raise Conflict(f"{name} is in use by {users} groups")
+            self._policies.remove(name)
+            await asyncio.to_thread(self._spool.forget, name)
+            await self._release(policy.adapter)
+
+    def _users_of(self, name: str) -> int:
+        """Groups that are sampled from any version of a policy."""
+        return sum(n for adapter, n in self._users.items() if adapter.name.startswith(f"{name}@"))
 
     @contextlib.contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """Keep an adapter for as long as a group is sampled from it."""
+        """Keep an adapter for as long as a group is sampled from it.
+
+        Raises:
+            NotFound: its policy was deleted while the group waited.
+        """
         if adapter is None:
             yield
             return
+        if adapter not in self._live():
+            raise NotFound(f"the policy of adapter {adapter.name} was deleted meanwhile")
         self._users[adapter] += 1
         try:
             yield
@@ -234,8 +245,13 @@ class AdapterPublisher:
                 raise EngineUnavailable(reason) from error
         base = self._policies.default.digest
         record = record_now(version, digest, base, publish.publisher)
-        # The engine holds the adapter by now; the folder is where it looks if it drops it.
-        adapter = replace(staged, folder=self._spool.commit(folder, policy.name, record))
+        try:
+            # The engine holds the adapter by now; the folder is where it looks if it drops it.
+            committed = self._spool.commit(folder, policy.name, record)
+        except OSError:
+            await self._release(staged)
+            raise
+        adapter = replace(staged, folder=committed)
         await policy.advance(publish, version, digest, adapter=adapter)
         self._policies.add(policy)
         if previous is not None:
@@ -248,12 +264,14 @@ class AdapterPublisher:
         return Adapter(f"{name}@{version}.{serial}", serial, folder)
 
     def _release_if_unused(self, adapter: Adapter) -> None:
-        live = {policy.adapter for policy in self._policies}
-        if not self._users[adapter] and adapter not in live:
+        if not self._users[adapter] and adapter not in self._live():
             del self._users[adapter]
             task = asyncio.create_task(self._release(adapter))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
+
+    def _live(self) -> set[Adapter | None]:
+        return {policy.adapter for policy in self._policies}
 
     async def _release(self, adapter: Adapter) -> None:
         with contextlib.suppress(Exception):  # an engine that has died holds no adapters

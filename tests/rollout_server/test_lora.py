@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,12 +21,19 @@ import pytest
 import safetensors.torch
 import torch
 
-from rollout_server.engine import EngineDied
+from rollout_server.engine import Completion, EngineDied
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.errors import Conflict, Forbidden, InvalidRequest, NotFound, TitoError
-from shared.protocol import DIGEST_HEADER, DIGEST_TRAILER, SAFETENSORS, ReloadResult, Rollout
+from shared.protocol import (
+    DIGEST_HEADER,
+    DIGEST_TRAILER,
+    SAFETENSORS,
+    ReloadResult,
+    Rollout,
+    SamplingSettings,
+)
 from shared.weights import TRAILER_BYTES, stream_checkpoint
 from tests.rollout_server.engines import (
     PATIENCE_S,
@@ -44,6 +51,7 @@ from tests.rollout_server.support import (
     FakeEngine,
     Tensors,
     Weights,
+    counter,
     eventually,
     lazy,
     post,
@@ -806,8 +814,8 @@ def fake(
         try:
             yield server, engine, pool
         finally:
-            engine.load_gate.set()
-            engine.adapter_gate.set()
+            for gate in (engine.gate, engine.load_gate, engine.adapter_gate):
+                gate.set()
 
 
 @dataclass
@@ -816,14 +824,25 @@ class GatedEngine(FakeEngine):
 
     Attributes:
         dead: calls about adapters find the engine's processes gone.
+        folderless: prompts that were to be sampled from an adapter whose files are gone.
     """
 
     adapter_gate: threading.Event = field(default_factory=threading.Event)
     dead: bool = False
+    folderless: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.adapter_gate.set()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int, *more: Any
+    ) -> list[Completion]:
+        adapter = more[0] if more else None
+        made = await super().generate(prompt_ids, sampling, n)
+        if adapter is not None and not adapter.folder.is_dir():
+            self.folderless += 1  # vLLM's engine does not survive that
+        return made
 
     async def add_adapter(self, adapter: Any) -> None:
         if self.dead:
@@ -920,6 +939,65 @@ def test_two_first_publishes_of_one_policy(
         history = server.client.policy("p")["history"]
         assert sorted(item["version"] for item in history) == [1, 2]
         eventually(lambda: committed(tmp_path, "p") == ["v00000002"])
+
+
+def test_what_waits_for_a_policy_that_is_deleted_is_never_run(
+    tiny_model: Path, tmp_path: Path, one: Lora
+) -> None:
+    with fake(tiny_model, tmp_path, max_running_samples=1) as (server, engine, pool):
+        publish(server.client, "p", one)
+        engine.gate.clear()
+        ask: dict[str, Any] = {"group_size": 1, "max_tokens": 2}
+        first = pool.submit(server.client.rollout, [[5]], **ask)
+        eventually(lambda: engine.running == 1)
+        queued = pool.submit(server.client.rollout, [[6]], policy="p", **ask)
+        scored = pool.submit(server.client.score, [[5]], [[6]], policy="p")
+        eventually(lambda: counter(server.url, "tito_queued") > 2)
+        server.client.delete_policy("p")
+        engine.gate.set()
+        assert len(first.result(60).samples) == 1
+        for waiting in (queued, scored):
+            with pytest.raises(NotFound, match="deleted"):
+                waiting.result(60)
+        assert engine.folderless == 0
+
+
+def test_a_policy_whose_earlier_version_is_in_use_is_not_deleted(
+    tiny_model: Path, tmp_path: Path, one: Lora, two: Lora
+) -> None:
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
+        publish(server.client, "p", one)
+        engine.gate.clear()
+        ask: dict[str, Any] = {"group_size": 1, "max_tokens": 2, "policy": "p"}
+        early = pool.submit(server.client.rollout, [[5]], **ask)
+        eventually(lambda: engine.running == 1)
+        publish(server.client, "p", two)
+        with pytest.raises(Conflict, match="in use by 1 group"):
+            server.client.delete_policy("p")
+        engine.gate.set()
+        assert early.result(60).samples[0].version == 1
+        assert engine.folderless == 0
+        server.client.delete_policy("p")
+
+
+def test_a_deletion_waits_for_a_publish_that_is_being_loaded(
+    tiny_model: Path, tmp_path: Path, one: Lora, two: Lora
+) -> None:
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
+        publish(server.client, "p", one)
+        engine.adapter_gate.clear()
+        loading = pool.submit(publish, server.client, "p", two)
+        eventually(lambda: any(call.startswith("add p@2") for call in engine.calls))
+        deleting = pool.submit(server.client.delete_policy, "p")
+        with contextlib.suppress(AssertionError):
+            eventually(deleting.done, 1)  # give it the time to overtake, if it wrongly can
+        engine.adapter_gate.set()
+        assert loading.result(60).version == 2
+        deleting.result(60)
+        assert committed(tmp_path, "p") == []
+        with pytest.raises(NotFound):
+            server.client.policy("p")
+        assert publish(server.client, "p", one).version == 3
 
 
 def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) -> None:

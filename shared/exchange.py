@@ -6,6 +6,7 @@ that it did not start, or the request has a key under which the server knows wha
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 import httpx
@@ -13,8 +14,10 @@ import httpx
 from shared.codec import decode, media_type
 from shared.errors import (
     EngineUnavailable,
+    InvalidRequest,
     MalformedBody,
     Overloaded,
+    Problem,
     ServerUnreachable,
     TitoError,
     from_wire,
@@ -23,18 +26,21 @@ from shared.protocol import FRAMES, MSGPACK
 
 DELAYS_S = (0.25, 0.5, 1.0)
 _MAX_DELAY_S = 60.0
+_TOKEN = re.compile(r"[!-~]+")
+_USERINFO = re.compile(r"//[^/]*@")
 
 
 class Exchange:
     """What both clients share: how requests are addressed and answers are read."""
 
     def __init__(self, url: str, token: str | None, timeout: float | None) -> None:
-        self.url = url.rstrip("/")
+        # Errors name the address, but no token in it: http://any:TOKEN@host.
+        self.url = _USERINFO.sub("//", url.rstrip("/"))
         headers = {"accept": MSGPACK}
         if token is not None:
-            headers["authorization"] = f"Bearer {token}"
+            headers["authorization"] = f"Bearer {_sendable(token)}"
         self.options: dict[str, Any] = {
-            "base_url": self.url,
+            "base_url": url.rstrip("/"),
             "headers": headers,
             "timeout": httpx.Timeout(timeout, connect=10.0),
         }
@@ -74,12 +80,26 @@ class Exchange:
         return ServerUnreachable(f"no answer from {self.url}: {reason}")
 
 
+def _sendable(token: str) -> str:
+    """A token without the line end of the file that it was read from.
+
+    Raises:
+        InvalidRequest: no header can carry it. httpx would say so too, and show it.
+    """
+    token = token.strip()
+    if not _TOKEN.fullmatch(token):
+        problem = Problem("token", "other characters, or none", "visible ASCII characters")
+        raise InvalidRequest("the token cannot be sent", problems=[problem])
+    return token
+
+
 class Patience:
     """How often a request is sent again, and how long to wait before.
 
     Args:
         repeatable: whether it is sent again, a few times in a row, when nothing was done.
-        retries: times in a row that it is sent again when the connection was lost.
+        retries: times in a row that it is sent again when the connection was lost, or when nothing
+            was done even then.
     """
 
     def __init__(self, repeatable: bool, retries: int) -> None:
@@ -97,8 +117,10 @@ class Patience:
         Raises:
             TitoError: the error itself; there is none.
         """
-        which = 0 if _did_nothing(error) else 1
-        if not self._left[which] or (which and not isinstance(error, ServerUnreachable)):
+        did_nothing = _did_nothing(error)
+        may = (did_nothing, did_nothing or isinstance(error, ServerUnreachable))
+        which = next((i for i in (0, 1) if may[i] and self._left[i]), None)
+        if which is None:
             raise error
         self._left[which] -= 1
         delay = DELAYS_S[min(self._tries, len(DELAYS_S) - 1)]

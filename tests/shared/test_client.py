@@ -403,3 +403,45 @@ def test_overload_is_reported(flavour: str) -> None:
     with pytest.raises(Overloaded) as caught:
         run(server, flavour, lambda client: client.reload(TENSORS))
     assert caught.value.retry_after == 1.0
+
+
+def test_a_server_that_is_away_for_long_is_asked_as_often_as_was_said(flavour: str) -> None:
+    refused = httpx.ConnectError("refused")
+    away: list[Answer] = [refused] * 3 + [failing(STARTING)] * 3
+    server = Server(*away, packed(ROLLOUT))
+    rollout = run(server, flavour, lambda client: client.rollout(["a"], group_size=1, retries=3))
+    assert len(rollout.samples) == 1
+    assert len(server.requests) == 7
+    server = Server(*away, packed(ROLLOUT))
+    with pytest.raises(EngineUnavailable):
+        run(server, flavour, lambda client: client.rollout(["a"], group_size=1, retries=2))
+
+
+@pytest.mark.parametrize("make", [RolloutClient, AsyncRolloutClient])
+@pytest.mark.parametrize(
+    "token", ["sesame\x01open", "sésame", "sesame open", "sesame\r\nX: y", " "]
+)
+def test_a_token_that_no_header_can_carry_is_not_shown(make: Any, token: str) -> None:
+    with pytest.raises(InvalidRequest, match="token") as caught:
+        make("http://tito", token=token)
+    assert "same" not in str(caught.value)
+
+
+def test_a_token_from_a_file_may_end_its_line() -> None:
+    server = Server(packed(asdict(INFO)))
+    transport = httpx.MockTransport(server.handle)
+    with RolloutClient("http://tito", token="sesame\n", transport=transport) as client:
+        client.info()
+    assert server.requests[0].headers["authorization"] == "Bearer sesame"
+
+
+def test_a_token_in_the_address_is_sent_and_not_shown() -> None:
+    server = Server(httpx.ConnectError("refused"))
+    transport = httpx.MockTransport(server.handle)
+    with (
+        RolloutClient("http://any:sesame@tito", transport=transport) as client,
+        pytest.raises(ServerUnreachable, match="http://tito: refused") as caught,
+    ):
+        client.info()
+    assert "sesame" not in str(caught.value)
+    assert server.requests[0].headers["authorization"].startswith("Basic ")

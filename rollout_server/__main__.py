@@ -10,8 +10,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-import uvicorn
 from pydantic import ValidationError
+
+try:
+    import uvicorn
+except ModuleNotFoundError:  # a client that was installed alone has this command too
+    sys.exit(
+        "rollout-server: only the client is installed\n"
+        "  install what the server needs: pip install '.[server-cpu]' or '.[server-gpu]'"
+    )
 
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings, settings_from_args

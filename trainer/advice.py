@@ -6,6 +6,8 @@ from shared import errors
 from shared.errors import TitoError
 from trainer.errors import TrainerError
 
+INSTALL = "install what the trainer needs: pip install '.[trainer]' in Tito's directory"
+
 _BY_KIND: dict[type[TitoError], str] = {
     errors.ServerUnreachable: "start one with `python -m rollout_server --model PATH`, or say "
     "where it is: server.url=URL in training, else the URL on the command line",
@@ -28,6 +30,11 @@ _BY_KIND: dict[type[TitoError], str] = {
     "--staging-dir or --spool-dir",
     errors.DeadlineExceeded: "ask for fewer or shorter samples, or give them more time",
 }
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """What is said of an import that failed."""
+    return f"{(error.name or str(error)).partition('.')[0]} is not installed"
 
 
 def advice_for(error: TitoError) -> str:

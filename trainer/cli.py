@@ -29,7 +29,8 @@ from rich.text import Text
 
 from shared.client import RolloutClient
 from shared.errors import TitoError
-from trainer.advice import advice_for
+from trainer.advice import INSTALL, advice_for, missing_package
+from trainer.errors import TrainerError
 
 TOKEN_VARIABLE = "TITO_TOKEN"
 
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         _print_error(error)
+        return 1
+    except ModuleNotFoundError as error:
+        if args.traceback:
+            raise
+        _print_error(TrainerError(missing_package(error), advice=INSTALL))
         return 1
     except OSError as error:  # a file or a disk
         if args.traceback:

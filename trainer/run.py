@@ -141,6 +141,8 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
         stack.enter_context(log)
         _announce(log, config, learner, began)
         servers = stack.enter_context(_servers(config, learner, began))
+        if reason := servers.awaited():
+            log.say(f"waiting up to {config.server.ready_timeout:g} s for a server: {reason}")
         sampler = Sampler(
             servers,
             prompts,

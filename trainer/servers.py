@@ -110,6 +110,12 @@ class ServerPool:
         reasons = "; ".join(f"{server.url}: {server.trouble.message}" for server in aside)
         return f"{len(aside)} of {len(self._servers)} not current: {reasons}"
 
+    def awaited(self) -> str | None:
+        """Why no server can take a publish yet; None when one can."""
+        if any(server.live or server.ready for server in self._servers):
+            return None
+        return "; ".join(server.trouble.message for server in self._servers)
+
     def publish(self, step: int) -> None:
         """Make the servers sample from the model as it is after ``step``, all at the same time.
 

@@ -148,6 +148,16 @@ def test_a_wrong_model_path_ends_the_process_with_two_clear_lines(
     assert second.startswith("  give --model ")
 
 
+def test_a_client_that_was_installed_alone_says_what_the_server_needs() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; import rollout_server.__main__"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    first, second = done.stderr.splitlines()
+    assert first == "rollout-server: only the client is installed"
+    assert "pip install '.[server-cpu]'" in second
+
+
 def test_a_bad_flag_ends_the_process_at_once() -> None:
     error = refusal("--model", "x", "--port", "99999", seconds=30)
     assert error.splitlines()[0].startswith("rollout-server: --port")

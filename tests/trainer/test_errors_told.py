@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ def server(untrained_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 Tell = Callable[..., list[str]]
+printed: list[str] = []
+"""What the last command said besides its error."""
 
 
 @pytest.fixture
@@ -66,6 +70,7 @@ def tell(untrained_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert cli.main([*command, str(tmp_path / "run.toml"), *settings]) == 1
         said = capsys.readouterr()
         assert "Traceback" not in said.err + said.out
+        printed[:] = said.out.splitlines()
         return said.err.splitlines()
 
     return run
@@ -81,6 +86,8 @@ def assert_told(lines: list[str], what: str, to_do: str) -> None:
 
 def test_no_server(tell: Tell) -> None:
     assert_told(tell(), f"no answer from {NOWHERE}: ", "python -m rollout_server --model PATH")
+    # Nobody should wonder what a run is waiting for.
+    assert printed[-1].startswith(f"waiting up to 0 s for a server: no answer from {NOWHERE}: ")
 
 
 def test_a_server_that_is_not_ready(tell: Tell, server: FakeServer) -> None:
@@ -199,6 +206,23 @@ def test_a_disk_that_refuses(tell: Tell, tmp_path: Path) -> None:
     lines = tell()
     assert lines[0].startswith("error: ")
     assert str(tmp_path / "run") in lines[0]
+
+
+@pytest.mark.parametrize("package", ["rich", "torch"])
+def test_a_package_that_is_not_installed(package: str, tmp_path: Path) -> None:
+    # A client that was installed alone has the commands too.
+    (tmp_path / "run.toml").write_text('[model]\npath = "m"\n', encoding="utf-8")
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        f"sys.argv = ['trainer', 'train', {str(tmp_path / 'run.toml')!r}]; "
+        "from trainer.__main__ import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert first == f"error: {package} is not installed"
+    assert second.startswith("  install what the trainer needs: pip install '.[trainer]'")
 
 
 def test_the_traceback_is_shown_when_asked_for(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:

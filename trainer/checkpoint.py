@@ -34,6 +34,7 @@ from trainer.files import flush
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
 _QUEUE = "queue.msgpack"
+_SET_ASIDE = "move that checkpoint away: --resume then goes on from the one before it"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ def latest_checkpoint(root: Path) -> Path:
     """
     finished = checkpoints(root)
     if not finished:
-        raise CheckpointError(f"there is no checkpoint under {root} to resume from")
+        raise CheckpointError(
+            f"there is no checkpoint under {root} to resume from",
+            advice="start without --resume, or set train.output to the run's directory",
+        )
     return finished[-1]
 
 
@@ -117,7 +121,9 @@ def read_state(checkpoint: Path) -> RunState:
     try:
         return RunState(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint: {error}", advice=_SET_ASIDE
+        ) from error
 
 
 def read_queue(checkpoint: Path) -> list[dict[str, Any]]:
@@ -133,7 +139,7 @@ def read_queue(checkpoint: Path) -> list[dict[str, Any]]:
         queue: list[dict[str, Any]] = decode(path.read_bytes(), MSGPACK)
         return queue
     except (OSError, TitoError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}", advice=_SET_ASIDE) from error
 
 
 def restore_trainer(
@@ -153,10 +159,15 @@ def restore_trainer(
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         restore_random_states(state["random"])
+    except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the checkpoint
+        raise
     except (
         OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError
     ) as error:  # fmt: skip
-        raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint} does not fit this run: {error}",
+            advice="go on with the model and optimizer that the run was started with",
+        ) from error
 
 
 def random_states() -> dict[str, Any]:

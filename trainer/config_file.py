@@ -29,7 +29,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        raise ConfigError(
+            f"cannot read {path}: {error}", advice="`python -m trainer init` writes one that works"
+        ) from None
     for override in overrides:
         _override(document, override)
     return parse_config(document, source=str(path))

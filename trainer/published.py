@@ -42,8 +42,8 @@ class Published:
             if span.digest not in self._steps:
                 raise MismatchError(
                     f"the server sampled from version {span.version} ({span.digest}), which this "
-                    f"run did not publish: does another run publish to it, or has it restarted? "
-                    f"--resume publishes the last checkpoint again"
+                    f"run did not publish: does another run publish to it, or has it restarted?",
+                    advice="end the other run; --resume publishes the last checkpoint again",
                 )
             oldest = min(oldest, self._steps[span.digest])
         return step - 1 - oldest

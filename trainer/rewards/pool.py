@@ -256,7 +256,10 @@ class WorkerPool:
         self._workers.remove(worker)
         how = worker.end(wait_s=0.0 if verdict else GRACE_S)
         if not worker.ready:
-            raise RewardError(f"a reward worker did not start ({how}); its error is printed above")
+            raise RewardError(
+                f"a reward worker did not start ({how})",
+                advice="its error is printed above; if there is none, raise reward.memory_mb",
+            )
         left = worker.chunk[worker.done :]
         if self._concurrent and len(left) > 1:
             # Any of them may be the one: each by itself.

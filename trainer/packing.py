@@ -155,6 +155,8 @@ def use_packing(model: PreTrainedModel) -> None:
         tolerance = max(8 * torch.finfo(single.dtype).eps, 1e-5) * scale
         if not (packed - single).abs().max().item() <= tolerance:  # NaN is refused too
             raise ValueError("packed sequences differ from single ones")
+    except torch.OutOfMemoryError:  # a RuntimeError, and nothing about the model
+        raise
     except (ValueError, TypeError, RuntimeError) as error:
         model.set_attn_implementation(before)
         raise ValueError(f"{type(model).__name__} cannot be packed: {error}") from error

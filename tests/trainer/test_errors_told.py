@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from shared.errors import TitoError
 from tests.trainer.fake_servers import FakeServer, fake_servers
 from trainer import cli
 from trainer.advice import advice_for
+from trainer.checkpoint import restore_trainer
 from trainer.errors import OutOfMemory
+from trainer.packing import use_packing
 from trainer.tiny_policy import build_model, build_tokenizer
 
 NOWHERE = "http://127.0.0.1:9"
@@ -166,10 +169,7 @@ def test_a_reward_that_is_not_there(tell: Tell, tmp_path: Path, function: str, w
 def test_no_memory_on_the_gpu(
     tell: Tell, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def learn(*_: Any) -> None:
-        raise torch.OutOfMemoryError(GPU_SAYS)
-
-    monkeypatch.setattr("trainer.train.learn", learn)
+    monkeypatch.setattr("trainer.train.learn", no_memory)
     lines = tell(f"server.url={server.url}")
     assert_told(lines, "3.19 GiB is free", "lower train.micro_batch_tokens (now 16384), or set")
     assert "Process 7" not in lines[0]
@@ -184,6 +184,25 @@ def test_no_memory_on_a_cpu(tell: Tell) -> None:
         patch.setattr("trainer.run.build_learner", build)
         lines = tell()
     assert_told(lines, "the trainer is out of memory: ", "train.micro_batch_tokens")
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError(GPU_SAYS)
+
+
+def test_no_memory_is_not_taken_for_a_checkpoint_of_another_run(tmp_path: Path) -> None:
+    torch.save({"optimizer": {}, "scheduler": {}, "random": {}}, tmp_path / "trainer.pt")
+    full: Any = SimpleNamespace(load_state_dict=no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        restore_trainer(tmp_path, optimizer=full, scheduler=full)
+
+
+def test_no_memory_is_not_taken_for_a_model_that_cannot_be_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.packing._hidden", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        use_packing(build_model(build_tokenizer()))
 
 
 def test_an_error_of_torch_that_is_no_lack_of_memory_stays(tell: Tell) -> None:
@@ -226,10 +245,7 @@ def test_a_package_that_is_not_installed(package: str, tmp_path: Path) -> None:
 
 
 def test_the_traceback_is_shown_when_asked_for(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: Any) -> None:
-        raise torch.OutOfMemoryError(GPU_SAYS)
-
-    monkeypatch.setattr("trainer.run.build_learner", build)
+    monkeypatch.setattr("trainer.run.build_learner", no_memory)
     with pytest.raises(OutOfMemory) as caught:
         tell(command=["train", "--traceback"])
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollout_server.settings import ServerSettings
@@ -44,7 +44,8 @@ class _Keeper(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         # A worker fails before the process that waits for it, which then has less to say.
         if error is not None and _FAILED_TO_START in record.getMessage() and not _read(self._path):
-            self._path.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            with suppress(OSError):  # of a server that waits no longer
+                self._path.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
 
 
 def keep_reason() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ from rollout_server.settings import ServerSettings
 _VARIABLE = "TITO_ENGINE_START_FAILURE"
 _FAILED_TO_START = "failed to start"
 """In what vLLM logs, with the exception, when an engine's process gives up."""
+_ITS_ADVICE = re.compile(r" (?:Try increasing|Decrease GPU memory|Increase GPU memory)")
+"""Where vLLM begins to speak of its own settings, which are not the server's flags."""
 
 
 class EngineDidNotStart(RuntimeError):
@@ -69,7 +72,8 @@ def reason_told(settings: ServerSettings) -> Iterator[None]:
         except Exception as error:
             kept = _read(path) or f"{type(error).__name__}: {error}"
             reason = " ".join(kept.split())
-            raise EngineDidNotStart(reason, advice_for(reason, settings)) from error
+            what = _ITS_ADVICE.split(reason)[0]
+            raise EngineDidNotStart(what, advice_for(reason, settings)) from error
         finally:
             os.environ.pop(_VARIABLE, None)
 
@@ -80,7 +84,8 @@ def advice_for(reason: str, settings: ServerSettings) -> str:
     if "free memory on device" in said or "available memory on node" in said:
         return f"lower {share}, or end what else takes that memory"
     if "memory for the cache blocks" in said or "max seq len" in said:
-        return f"lower --max-model-len (now {settings.max_model_len}), or raise {share}"
+        length = f"--max-model-len (now {settings.max_model_len})"
+        return f"lower {length}, or raise --kv-cache-gib or {share}"
     # -9: the kernel ended a process, for which lack of memory is its usual reason.
     if any(sign in said for sign in ("out of memory", "can't allocate memory", ": -9}")):
         return (

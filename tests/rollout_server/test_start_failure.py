@@ -62,6 +62,13 @@ def test_the_first_reason_of_the_engines_processes_is_told() -> None:
     assert str(caught.value.__cause__).startswith("Engine core")
 
 
+def test_advice_about_settings_that_the_server_does_not_have_is_left_out() -> None:
+    with pytest.raises(EngineDidNotStart) as caught, reason_told(SETTINGS):
+        raise ValueError(TOO_SMALL)
+    assert str(caught.value) == "ValueError: No available memory for the cache blocks."
+    assert caught.value.advice.startswith("lower --max-model-len")
+
+
 def test_without_one_it_is_what_was_raised() -> None:
     with pytest.raises(EngineDidNotStart, match=r"^ValueError: bad flag$"), reason_told(SETTINGS):
         raise ValueError("bad flag")
@@ -84,11 +91,14 @@ def test_a_process_that_is_nobodys_keeps_nothing(vllm_log: logging.Logger) -> No
             "desired GPU memory utilization (0.3, 41.94 GiB).",
             "lower --memory-share (now 0.3), or end ",
         ),
-        (f"ValueError: {TOO_SMALL}", "lower --max-model-len (now 1024), or raise --memory-share"),
+        (
+            f"ValueError: {TOO_SMALL}",
+            "lower --max-model-len (now 1024), or raise --kv-cache-gib or --memory",
+        ),
         (
             "ValueError: To serve at least one request with the model's max seq len (1024), 4.0 "
             "GiB KV cache is needed",
-            "lower --max-model-len (now 1024), or raise --memory-share",
+            "lower --max-model-len (now 1024), or raise --kv-cache-gib or --memory",
         ),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "lower --kv-cache-gib"),
         (

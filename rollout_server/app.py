@@ -73,6 +73,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.authenticator = authenticator
     app.state.leases = leases
+    app.state.body_silence = settings.body_silence
     app.add_middleware(_RequestMetrics, metrics=metrics)
     for module in (rollout, score, reload, policies, status):
         app.include_router(module.router)

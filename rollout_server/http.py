@@ -15,6 +15,7 @@ from shared.codec import decode, encode, media_type
 from shared.errors import (
     BodyTooLarge,
     InvalidRequest,
+    MalformedBody,
     Problem,
     TitoError,
     Unauthorized,
@@ -87,13 +88,31 @@ def body_stream(request: Request) -> AsyncGenerator[bytes, None]:
 
     Raises:
         UnsupportedMediaType: it is compressed, so that its size says nothing about what it holds.
+        MalformedBody: while it is read: nothing came for as long as the server waits.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMediaType(
             f"Content-Encoding {encoding[:_SHOWN_CHARS]!r} is not understood; send it as it is"
         )
-    return request.stream()
+    return _unless_silent(request.stream(), request.app.state.body_silence)
+
+
+async def _unless_silent(
+    chunks: AsyncGenerator[bytes, None], seconds: float
+) -> AsyncGenerator[bytes, None]:
+    """The same chunks; a caller whose machine has gone would be waited for for ever."""
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise MalformedBody(
+                f"the body is cut short: nothing of it came for {seconds:g} s"
+            ) from None
+        if chunk is None:
+            return
+        yield chunk
 
 
 def _validate(document: Any, model: type[M]) -> M:

@@ -127,6 +127,9 @@ class ServerSettings(BaseSettings):
     max_body_mib: int = _setting(64, "Limits", "Largest /rollout request body.", ge=1)
     max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
     max_uploads: int = _setting(4, "Limits", "Checkpoints uploaded at the same time.", ge=1)
+    body_silence: float = _setting(
+        300.0, "Limits", "Seconds of silence that end a request whose body is not all here.", gt=0.0
+    )
     max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)
     max_queued_samples: int = _setting(
         131072, "Limits", "Samples of all callers that may wait for the engine.", ge=1

@@ -13,7 +13,7 @@ import xxhash
 
 from rollout_server import staging
 from rollout_server.checkpoints import Checkpoint, Manifest, check_tensor, content_digest, reject_if
-from shared.errors import MalformedBody, Problem, WeightsRejected
+from shared.errors import InvalidRequest, MalformedBody, Problem, WeightsRejected
 from shared.protocol import ADAPTER_CONFIG_KEY
 from shared.weights import PREFIX_BYTES, TensorSpec, header_length, header_metadata
 
@@ -48,7 +48,10 @@ def copy_adapter(path: Path, limits: staging.UploadLimits, folder: Path) -> None
         Forbidden: it lies outside every allowed directory.
         InvalidRequest: there is no adapter.
     """
-    (weights,) = staging.find_checkpoint(path / WEIGHTS_FILE, limits)
+    weights, *more = staging.find_checkpoint(path / WEIGHTS_FILE, limits)
+    if more:
+        problem = Problem(WEIGHTS_FILE, f"a directory of {1 + len(more)} files", "one file")
+        raise InvalidRequest("there is no adapter", problems=[problem])
     config = staging.allowed_file(path / CONFIG_FILE, limits)
     with staging.storage_errors():
         shutil.copyfile(weights, folder / WEIGHTS_FILE)
@@ -93,7 +96,7 @@ def verify_adapter(
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise MalformedBody(

@@ -187,9 +187,10 @@ class AdapterPublisher:
             attempt(policy, options, self._ended) as publish,
             self._slots.taken(),
         ):
-            folder = self._spool.stage()
+            with staging.storage_errors():
+                folder = self._spool.stage()
             try:
-                with stage(publish, "upload"):
+                with stage(publish, "upload"), staging.storage_errors():
                     announced = await fill(folder)
             except BaseException:
                 self._spool.discard(folder)
@@ -217,7 +218,7 @@ class AdapterPublisher:
         try:
             publish.state = PublishState.STAGED
             base = self._policies.default.digest
-            with stage(publish, "verify"):
+            with stage(publish, "verify"), staging.storage_errors():
                 digest = await asyncio.to_thread(
                     verify_adapter, folder, self._manifest, announced, base, self._max_rank
                 )
@@ -246,11 +247,12 @@ class AdapterPublisher:
         base = self._policies.default.digest
         record = record_now(version, digest, base, publish.publisher)
         try:
-            # The engine holds the adapter by now; the folder is where it looks if it drops it.
-            committed = self._spool.commit(folder, policy.name, record)
-        except OSError:
+            with staging.storage_errors():
+                committed = await asyncio.to_thread(self._spool.commit, folder, policy.name, record)
+        except Exception:
             await self._release(staged)
             raise
+        # The engine holds the adapter by now; the folder is where it looks if it drops it.
         adapter = replace(staged, folder=committed)
         await policy.advance(publish, version, digest, adapter=adapter)
         self._policies.add(policy)

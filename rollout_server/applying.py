@@ -60,14 +60,14 @@ class WeightSwitch:
         # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
         engine = self._supervisor.current()
         with stage(publish, "pause"):
-            await _pause(engine, options)
+            await self._pause(engine, options)
         try:
             with stage(publish, "load"):
                 await engine.load(verified.files)
                 await engine.stamp(version)
             with stage(publish, "commit"):
                 record = record_now(version, verified.digest, self._base.digest, publish.publisher)
-                target = self._spool.commit(folder, policy.name, record)
+                target = await asyncio.to_thread(self._spool.commit, folder, policy.name, record)
         except Exception as error:
             publish.state = PublishState.ROLLED_BACK
             raise await self._restored(engine, error) from error
@@ -84,6 +84,25 @@ class WeightSwitch:
             await asyncio.wait({self._clearing})
         self._clearing = asyncio.create_task(asyncio.to_thread(self._spool.clear, retired))
 
+    async def _pause(self, engine: Engine, options: PublishOptions) -> None:
+        limit = options.drain_seconds if options.mode is PauseMode.DRAIN else None
+        try:
+            async with asyncio.timeout(limit):
+                await engine.pause(options.mode)
+        except TimeoutError:
+            await self._resume(engine)
+            raise Conflict(
+                f"samples in flight did not finish within {limit} s; nothing has changed. Allow "
+                "more drain_seconds, or publish with mode keep or abort"
+            ) from None
+        except EngineDied as error:
+            raise EngineUnavailable(f"the engine died; nothing has changed: {error}") from error
+        except Exception as error:
+            await self._resume(engine)
+            raise EngineFailure(
+                f"the engine did not pause; nothing has changed: {error}"
+            ) from error
+
     async def _resume(self, engine: Engine) -> None:
         why = None
         for _ in range(_RESUME_ATTEMPTS):
@@ -92,10 +111,10 @@ class WeightSwitch:
             except EngineDied:
                 break
             except Exception as error:
-                why = f"it does not resume after a publish: {error}"
+                why = f"it does not resume after a pause for a publish: {error}"
             else:
                 return
-        # The version is committed, so the next engine comes up with it.
+        # The next engine comes up with the version that is committed.
         await self._supervisor.replaced(engine, why)
 
     async def restore(self, engine: Engine) -> None:
@@ -135,21 +154,3 @@ class WeightSwitch:
         except Exception as error:
             return error
         return None
-
-
-async def _pause(engine: Engine, options: PublishOptions) -> None:
-    limit = options.drain_seconds if options.mode is PauseMode.DRAIN else None
-    try:
-        async with asyncio.timeout(limit):
-            await engine.pause(options.mode)
-    except TimeoutError:
-        await engine.resume()
-        raise Conflict(
-            f"samples in flight did not finish within {limit} s; nothing has changed. Allow more "
-            "drain_seconds, or publish with mode keep or abort"
-        ) from None
-    except EngineDied as error:
-        raise EngineUnavailable(f"the engine died; nothing has changed: {error}") from error
-    except Exception as error:
-        await engine.resume()
-        raise EngineFailure(f"the engine did not pause; nothing has changed: {error}") from error

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_server.lease_file import Lease, first_number, read_leases, write_leases
+from rollout_server.staging import storage_errors
 from shared.errors import Conflict, Forbidden, InvalidRequest, Problem
 
 _FILE = "leases.json"
@@ -198,7 +199,8 @@ class Leases:
     def _keep(self, last_fence: int, leases: dict[str, Lease]) -> None:
         """Write first, believe it afterwards: a number that is not on the disk is not given."""
         if self._file is not None:
-            write_leases(self._file, last_fence, leases)
+            with storage_errors():
+                write_leases(self._file, last_fence, leases)
         self._last_fence, self._leases = last_fence, leases
 
 

@@ -199,9 +199,11 @@ class Publisher:
     ) -> ReloadResult:
         options.check()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
-            folder = self._spool.stage()
+            with staging.storage_errors():
+                folder = self._spool.stage()
             try:
-                arrival = begin(folder)
+                with staging.storage_errors():
+                    arrival = begin(folder)
                 with stage(publish, "upload"), contextlib.ExitStack() as on_failure:
                     on_failure.callback(arrival.close)
                     await staging.hand_on(chunks, arrival.take, self._limits.max_bytes)
@@ -221,7 +223,8 @@ class Publisher:
     ) -> ReloadResult:
         options.check()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
-            folder = self._spool.stage()
+            with staging.storage_errors():
+                folder = self._spool.stage()
 
             def check() -> Verified:
                 staging.copy_in(files, folder)

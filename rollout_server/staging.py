@@ -207,10 +207,15 @@ def allowed_file(path: Path, limits: UploadLimits) -> Path:
         Forbidden: it lies outside every allowed directory.
         InvalidRequest: there is none.
     """
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+        is_file = resolved.is_file()
+    except (OSError, RuntimeError) as error:  # a loop of links, for instance
+        problem = Problem(str(path), str(error), "a file")
+        raise InvalidRequest("a file cannot be read", problems=[problem]) from None
     if not _is_allowed(resolved, limits.allowed_dirs):
         raise Forbidden(f"{path} is outside the directories allowed")
-    if not resolved.is_file():
+    if not is_file:
         raise InvalidRequest("a file is missing", problems=[Problem(str(path), "none", "a file")])
     return resolved
 

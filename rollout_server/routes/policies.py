@@ -98,7 +98,7 @@ async def reset(request: Request, name: str, caller: PolicyWriter) -> Response:
     """Published as a new version, through the same transaction as any other."""
     service = startup_of(request).service
     service.check_ready()
-    if name != service.policies.default.name:
+    if service.policies[name] is not service.policies.default:
         raise Conflict(f"{name} is a LoRA policy; delete it to go back to the model itself")
     query = read_query(request, ResetQuery)
     result = await service.publisher.reset(publish_options(request, caller, name, query))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from rollout_server.lease_file import Lease, LeaseFileError
 from rollout_server.leases import Leases
-from shared.errors import Conflict, Forbidden, InvalidRequest
+from shared.errors import Conflict, Forbidden, InsufficientStorage, InvalidRequest
 from tests.rollout_server.fakes import Clock
 
 
@@ -315,3 +316,18 @@ def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path, clock: Clock) -> No
         fences = [fence for fence in pool.map(ask, range(8)) if fence is not None]
     assert len(fences) == 1
     assert may_publish(leases, fences[0])
+
+
+def test_a_full_disk_gives_no_number(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    leases = Leases(tmp_path, clock=clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(InsufficientStorage):
+            acquire(leases)
+    assert leases.current("p") is None
+    acquire(leases)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +25,17 @@ import torch
 
 from rollout_server.engine import Completion, EngineDied
 from rollout_server.settings import ServerSettings
+from rollout_server.spool import Spool
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
-from shared.errors import Conflict, Forbidden, InvalidRequest, NotFound, TitoError
+from shared.errors import (
+    Conflict,
+    Forbidden,
+    InsufficientStorage,
+    InvalidRequest,
+    NotFound,
+    TitoError,
+)
 from shared.protocol import (
     DIGEST_HEADER,
     DIGEST_TRAILER,
@@ -998,6 +1008,42 @@ def test_a_deletion_waits_for_a_publish_that_is_being_loaded(
         with pytest.raises(NotFound):
             server.client.policy("p")
         assert publish(server.client, "p", one).version == 3
+
+
+def test_what_could_trip_the_server_is_refused(tiny_model: Path, tmp_path: Path, one: Lora) -> None:
+    reload_dir = tmp_path / "reload"
+    looped, crowd = (saved(reload_dir / name, one) for name in ("looped", "crowd"))
+    (looped / "adapter_config.json").unlink()
+    (looped / "adapter_config.json").symlink_to("adapter_config.json")
+    weights = crowd / "adapter_model.safetensors"
+    raw = weights.read_bytes()
+    weights.unlink()
+    weights.mkdir()
+    for name in "ab":
+        (weights / f"{name}.safetensors").write_bytes(raw)
+    with fake(tiny_model, tmp_path, reload_dirs=[reload_dir]) as (server, _, _):
+        assert send(server.url, stream_of(one, "[" * 200_000)).status_code == 400
+        for folder in (looped, crowd):
+            with pytest.raises(InvalidRequest):
+                server.client.reload_path(folder, policy="p")
+        assert httpx.post(f"{server.url}/policies/nobody/reset").status_code == 404
+        assert staged_folders(tmp_path) == []
+
+
+def test_a_commit_that_fails_leaves_no_adapter_in_the_engine(
+    tiny_model: Path, tmp_path: Path, one: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with fake(tiny_model, tmp_path) as (server, engine, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(Spool, "commit", full)
+            with pytest.raises(InsufficientStorage):
+                publish(server.client, "p", one)
+        assert engine.calls[-2:] == ["add p@1.1", "remove p@1.1"]
+        assert staged_folders(tmp_path) == []
+        assert publish(server.client, "p", one).version == 1
 
 
 def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) -> None:

@@ -289,6 +289,32 @@ def test_a_caller_gone_in_mid_upload_leaves_nothing(staged: Staged, first: Weigh
     assert staged.client.reload(lazy(first.tensors)).version == 1
 
 
+def test_an_upload_that_falls_silent_gives_its_place_back(
+    start_staged: StartStaged, first: Weights
+) -> None:
+    raw = upload_of(first.tensors)
+    with (
+        start_staged(max_uploads=1, body_silence=0.5) as staged,
+        begun(staged.url, SAFETENSORS, raw, len(raw) // 2) as connection,
+    ):
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400")  # it is still open
+        eventually(lambda: not staged.checkpoints() and not staged.litter())
+        assert staged.client.reload(lazy(first.tensors)).version == 1
+        reasons = [item["reason"] for item in staged.client.policy()["history"]]
+        assert "cut short: nothing of it came for 0.5 s" in reasons[1]
+
+
+def test_an_engine_that_neither_pauses_nor_resumes_is_replaced(
+    staged: Staged, first: Weights
+) -> None:
+    staged.engine.pause_errors = [LOAD_FAILED]
+    staged.engine.resume_errors = [LOAD_FAILED, LOAD_FAILED]
+    with pytest.raises(EngineFailure, match="nothing has changed"):
+        staged.client.reload(lazy(first.tensors))
+    assert "shutdown" in staged.engine.calls
+    assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 0
+
+
 def test_a_caller_gone_in_mid_load_gets_its_version_all_the_same(
     staged: Staged, first: Weights
 ) -> None:

@@ -406,8 +406,8 @@ def test_overload_is_reported(flavour: str) -> None:
 
 
 def test_a_server_that_is_away_for_long_is_asked_as_often_as_was_said(flavour: str) -> None:
-    refused = httpx.ConnectError("refused")
-    away: list[Answer] = [refused] * 3 + [failing(STARTING)] * 3
+    refused: Answer = httpx.ConnectError("refused")
+    away = [refused] * 3 + [failing(STARTING)] * 3
     server = Server(*away, packed(ROLLOUT))
     rollout = run(server, flavour, lambda client: client.rollout(["a"], group_size=1, retries=3))
     assert len(rollout.samples) == 1

@@ -150,17 +150,22 @@ class Spool:
         A later policy of that name goes on from there: a version names one set of weights for good.
         """
         folder, newest = self.root / "policies" / policy, self.newest_number(policy)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        (folder / _NUMBERED).write_text(str(newest))
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = folder / f"{_NUMBERED}.new"
+        fresh.write_text(str(newest))
         if self._durable:
-            _sync(folder / _NUMBERED)
+            _sync(fresh)
+        fresh.rename(folder / _NUMBERED)  # whole or not at all, and before anything is removed
+        if self._durable:
             _sync(folder)
+        for version in folder.glob("v*"):
+            shutil.rmtree(version, ignore_errors=True)
 
     def newest_number(self, policy: str) -> int:
         """The highest version that ever had a folder here, intact or not, or 0."""
         folder = self.root / "policies" / policy
-        numbers = [int(version.name[1:]) for version in folder.glob("v*")]
+        names = [version.name[1:] for version in folder.glob("v*")]
+        numbers = [int(name) for name in names if name.isdecimal()]
         if (forgotten := folder / _NUMBERED).is_file():
             numbers.append(int(forgotten.read_text()))
         return max(numbers, default=0)

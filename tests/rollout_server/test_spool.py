@@ -89,3 +89,27 @@ def test_a_durable_spool_keeps_none(tmp_path: Path) -> None:
 
 def test_clearing_what_is_gone_already(spool: Spool, tmp_path: Path) -> None:
     spool.clear([tmp_path / "gone"])
+
+
+def test_what_fails_while_a_policy_is_forgotten_loses_no_number(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no space")
+
+    commit(spool, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(OSError, match="no space"):
+            spool.forget("default")
+    assert numbers(spool) == [7]
+    spool.forget("default")
+    assert numbers(spool) == []
+    assert spool.newest_number("default") == 7
+
+
+def test_what_somebody_else_has_put_there_is_no_version(spool: Spool) -> None:
+    commit(spool, 3)
+    (spool.root / "policies" / "default" / "v-old").mkdir()
+    assert spool.newest_number("default") == 3
+    assert numbers(spool) == [3]

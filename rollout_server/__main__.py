@@ -26,6 +26,9 @@ from rollout_server.start_failure import EngineDidNotStart
 
 log = logging.getLogger("tito.server")
 
+_KEEP_ALIVE_S = 75
+"""Idle connections live so long: longer than clients and proxies keep them, or a request that is
+sent just when the server closes its connection is lost."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -48,7 +51,14 @@ def main() -> None:
         _die(str(error), "see rollout-server --help")
     if settings.tokens_file is None and settings.host not in _LOOPBACK:
         log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
-    server = uvicorn.Server(uvicorn.Config(app, log_level=settings.log_level, access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level=settings.log_level,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
     # Before the engine loads, which takes long: what is wrong already should be heard of at once.
     _refuse_no_model(settings.model)
     listening = _listen(settings)

@@ -21,14 +21,12 @@ except ModuleNotFoundError:  # a client that was installed alone has this comman
     )
 
 from rollout_server.app import create_app
+from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.settings import ServerSettings, settings_from_args
 from rollout_server.start_failure import EngineDidNotStart
 
 log = logging.getLogger("tito.server")
 
-_KEEP_ALIVE_S = 75
-"""Idle connections live so long: longer than clients and proxies keep them, or a request that is
-sent just when the server closes its connection is lost."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -56,7 +54,8 @@ def main() -> None:
             app,
             log_level=settings.log_level,
             access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=Connection,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
     )
     # Before the engine loads, which takes long: what is wrong already should be heard of at once.

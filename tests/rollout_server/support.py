@@ -27,6 +27,7 @@ from fastapi import FastAPI
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.engine import Completion, Scored, VersionSpan
 from shared.client import RolloutClient
 from shared.protocol import MSGPACK, SamplingSettings
@@ -310,9 +311,17 @@ def _raise_next(errors: list[Exception | None]) -> None:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: FastAPI, *, keep_alive: int = KEEP_ALIVE_S) -> Iterator[str]:
     """The application on a real socket, served from a thread; yields its URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", access_log=False)
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="error",
+        access_log=False,
+        http=Connection,
+        timeout_keep_alive=keep_alive,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

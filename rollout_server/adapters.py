@@ -147,6 +147,7 @@ class AdapterPublisher:
             if users := self._users_of(name):
                 raise Conflict(f"{name} is in use by {users} groups")
             self._policies.remove(name)
+            self._users.pop(policy.adapter, None)
             await asyncio.to_thread(self._spool.forget, name)
             await self._release(policy.adapter)
 
@@ -179,7 +180,7 @@ class AdapterPublisher:
         fill: Callable[[Path], Awaitable[str | None]],
         options: PublishOptions,
     ) -> ReloadResult:
-        options.check()
+        await options.checked()
         if not self._max_rank:
             raise Conflict("this server takes no LoRA adapters; start it with --max-loras 4")
         with (
@@ -224,11 +225,10 @@ class AdapterPublisher:
                 )
                 await asyncio.to_thread(self._spool.prepare, folder)
             publish.state, publish.digest = PublishState.VERIFIED, digest
-            async with self._applying:
-                with options.commit():
-                    if base != self._policies.default.digest:
-                        raise Conflict("the base weights changed during the upload")
-                    return await self._go_live(policy, publish, folder, digest)
+            async with self._applying, options.committing():
+                if base != self._policies.default.digest:
+                    raise Conflict("the base weights changed during the upload")
+                return await self._go_live(policy, publish, folder, digest)
         finally:
             self._spool.discard(folder)
 

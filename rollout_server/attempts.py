@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,20 @@ class PublishOptions:
     commit: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     mode: PauseMode = PauseMode.KEEP
     drain_seconds: float = 60.0
+
+    async def checked(self) -> None:
+        """Ask ``check``, off the event loop: a lease that changes hands is waiting for the disk."""
+        await asyncio.to_thread(self.check)
+
+    @contextlib.asynccontextmanager
+    async def committing(self) -> AsyncIterator[None]:
+        """The context of ``commit``, entered and left off the event loop."""
+        with contextlib.ExitStack() as stack:
+            await asyncio.to_thread(stack.enter_context, self.commit())
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(stack.close)
 
 
 @contextlib.contextmanager

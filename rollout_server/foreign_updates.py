@@ -107,7 +107,7 @@ class ForeignUpdates:
         async with self._or_none(update):
             if fence is None:
                 update.fence = await asyncio.to_thread(self._acquire, caller)
-            self._leases.check(DEFAULT_POLICY, update.fence, owner=caller.name)
+            await self._options(caller, update).checked()
             most = service.settings.max_upload_bytes
             begin = control.begin_receiving(folder / _FILE, header_bytes, most)
             await self._within(service, engine, "start", begin)
@@ -187,7 +187,8 @@ class ForeignUpdates:
             if not self._startup.service.supervisor.runs(update.engine):
                 raise Conflict("the engine was replaced, and what it had received is gone")
             if update.renewed:
-                self._leases.renew(DEFAULT_POLICY, update.fence, owner=caller.name)
+                renew = partial(self._leases.renew, DEFAULT_POLICY, owner=caller.name)
+                await asyncio.to_thread(renew, update.fence)
             yield update
 
     @contextlib.asynccontextmanager

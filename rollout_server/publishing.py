@@ -197,7 +197,7 @@ class Publisher:
         begin: Callable[[Path], Arrival],
         options: PublishOptions,
     ) -> ReloadResult:
-        options.check()
+        await options.checked()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             with staging.storage_errors():
                 folder = self._spool.stage()
@@ -221,7 +221,7 @@ class Publisher:
     async def _from_files(
         self, files: list[Path], announced: str | None, options: PublishOptions
     ) -> ReloadResult:
-        options.check()
+        await options.checked()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             with staging.storage_errors():
                 folder = self._spool.stage()
@@ -262,10 +262,9 @@ class Publisher:
                 verified = await asyncio.to_thread(check)
                 await asyncio.to_thread(self._spool.prepare, folder)
             publish.state, publish.digest = PublishState.VERIFIED, verified.digest
-            async with self.applying:
-                with options.commit():
-                    self._check_applicable(verified)
-                    return await self._switch.apply(publish, folder, verified, options)
+            async with self.applying, options.committing():
+                self._check_applicable(verified)
+                return await self._switch.apply(publish, folder, verified, options)
         finally:
             await asyncio.to_thread(self._spool.discard, folder)
 

@@ -112,7 +112,7 @@ async def delete(request: Request, name: str, caller: PolicyWriter) -> Response:
     """409 while groups are sampled from it, or somebody else holds its lease."""
     service = startup_of(request).service
     options = publish_options(request, caller, name, ResetQuery())
-    with options.commit():
+    async with options.committing():
         await service.adapters.delete(name)
     return answer(request, {"deleted": name})
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +18,19 @@ import msgpack
 import pytest
 import safetensors.torch
 
-from rollout_server import publishing
+from rollout_server import lease_file, leases, publishing
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
-from shared.errors import BodyTooLarge, EngineFailure, EngineUnavailable, TitoError, WeightsRejected
+from shared.errors import (
+    BodyTooLarge,
+    Conflict,
+    EngineFailure,
+    EngineUnavailable,
+    TitoError,
+    WeightsRejected,
+)
 from shared.protocol import DELTA, DIGEST_HEADER, DIGEST_TRAILER, MSGPACK, SAFETENSORS
 from shared.weights import stream_checkpoint
 from tests.rollout_server.support import (
@@ -313,6 +321,32 @@ def test_an_engine_that_neither_pauses_nor_resumes_is_replaced(
         staged.client.reload(lazy(first.tensors))
     assert "shutdown" in staged.engine.calls
     assert staged.client.rollout([[5]], group_size=1, max_tokens=2).samples[0].version == 0
+
+
+def test_a_slow_disk_below_the_leases_holds_nobody_else_up(
+    start_staged: StartStaged, tmp_path: Path, first: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, written = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        writing.set()
+        written.wait(30)
+        lease_file.write_leases(*arguments)
+
+    with start_staged(spool_dir=tmp_path / "spool") as staged, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(leases, "write_leases", slow)
+        url = f"{staged.url}/policies/default/lease"
+        taken = pool.submit(httpx.post, url, json={"holder": "a"}, timeout=60)
+        assert writing.wait(30)
+        refused = pool.submit(publish, staged.url, first)
+        try:
+            time.sleep(0.2)  # the publish has asked by then, and waits
+            assert httpx.get(f"{staged.url}/healthz", timeout=10).status_code == 200
+        finally:
+            written.set()
+        assert taken.result(60).status_code == 200
+        with pytest.raises(Conflict, match="leased to 'a'"):
+            refused.result(60)
 
 
 def test_a_caller_gone_in_mid_load_gets_its_version_all_the_same(

@@ -100,7 +100,7 @@ class Policy:
         self.adapter = adapter
         self.digests = {version: digest}
         self.changed = asyncio.Condition()
-        self.history: deque[Publish] = deque(maxlen=_HISTORY)
+        self.history: deque[Publish] = deque()
 
     @property
     def digest(self) -> str:
@@ -131,6 +131,10 @@ class Policy:
         """Note that a publish has begun."""
         publish = Publish(publisher)
         self.history.append(publish)
+        # Not simply the oldest goes: a long upload must not be forgotten before its end.
+        ended = [item for item in self.history if item.state not in _UNDER_WAY]
+        if len(self.history) > _HISTORY and ended:
+            self.history.remove(ended[0])
         return publish
 
     async def advance(

@@ -143,7 +143,7 @@ class Publisher:
         out = delta.with_name(CANONICAL_FILE)
         self._spool.recycle(out)
         try:
-            with Checkpoint(self._policy.files) as live:
+            with self._spool.reading(), Checkpoint(self._policy.files) as live:
                 digest = apply_delta(delta, live, self._manifest, out)
         except TitoError:
             self._require_live(base)  # else its file may have been written over meanwhile

@@ -22,7 +22,9 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -78,6 +80,8 @@ class Spool:
             shutil.rmtree(area, ignore_errors=True)  # what a crash has left
             area.mkdir()
         self._serial = itertools.count()
+        self._readers = 0
+        self._reading = threading.Lock()
 
     def stage(self) -> Path:
         """A new empty folder for one publish."""
@@ -87,8 +91,24 @@ class Spool:
 
     def recycle(self, file: Path) -> None:
         """Put a file of old content at a path, if there is one to be written over."""
-        with contextlib.suppress(FileNotFoundError):
-            self._spare.rename(file)
+        with self._reading, contextlib.suppress(FileNotFoundError):
+            if not self._readers:
+                self._spare.rename(file)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read a live version inside: its files are not written over, should it be retired.
+
+        They are mapped into memory, and a process that reads beyond the end of a file that has
+        become shorter is killed.
+        """
+        with self._reading:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._reading:
+                self._readers -= 1
 
     def discard(self, folder: Path) -> None:
         """Remove a staged folder, if it was not committed."""

@@ -536,7 +536,7 @@ def stream_of(adapter: Lora, config: str | None = None) -> bytes:
     return b"".join(bytes(piece) for piece in stream_checkpoint(lazy(adapter.tensors), metadata))
 
 
-def send(url: str, raw: bytes, policy: str = "p", digest: str | None = DIGEST_TRAILER) -> Any:
+def send(url: str, raw: Any, policy: str = "p", digest: str | None = DIGEST_TRAILER) -> Any:
     return post(
         url,
         raw=raw,
@@ -949,6 +949,28 @@ def test_two_first_publishes_of_one_policy(
         history = server.client.policy("p")["history"]
         assert sorted(item["version"] for item in history) == [1, 2]
         eventually(lambda: committed(tmp_path, "p") == ["v00000002"])
+
+
+def test_a_first_publish_that_takes_long_is_not_forgotten(
+    tiny_model: Path, tmp_path: Path, one: Lora
+) -> None:
+    raw = stream_of(one)
+    with fake(tiny_model, tmp_path) as (server, engine, pool):
+        sent = threading.Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield raw[:100]
+            sent.wait(60)
+            yield raw[100:]
+
+        long = pool.submit(send, server.url, slowly())
+        eventually(lambda: staged_folders(tmp_path))
+        for _ in range(70):
+            assert send(server.url, b"no adapter").status_code == 400
+        assert publish(server.client, "p", one).version == 1
+        sent.set()
+        assert long.result(60).json()["version"] == 2
+        eventually(lambda: "remove p@1.1" in engine.calls)
 
 
 def test_what_waits_for_a_policy_that_is_deleted_is_never_run(

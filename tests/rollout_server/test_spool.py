@@ -77,6 +77,20 @@ def test_scratch_keeps_one_file_to_be_written_over(tmp_path: Path) -> None:
     assert not (tmp_path / "scratch").exists()
 
 
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, durable=False, keep=1)
+    commit(spool, 1)
+    commit(spool, 2)
+    spare = spool.stage() / "upload"
+    with spool.reading():
+        spool.clear(spool.retire("default", 2))
+        spool.recycle(spare)
+        assert not spare.exists()
+    spool.recycle(spare)
+    assert spare.exists()
+    spool.close()
+
+
 def test_a_durable_spool_keeps_none(tmp_path: Path) -> None:
     spool = Spool(tmp_path, durable=True, keep=1)
     commit(spool, 1)

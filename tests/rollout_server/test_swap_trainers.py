@@ -36,6 +36,8 @@ STEPS = 2
 
 def trainer_a(url: str, model: str, announce: Any = print) -> None:
     """A trainer of its own: leases the policy, publishes, tells, and goes on for ever."""
+    # A test run in the background would hand on that it ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     weights, base = sharpened(base_weights(Path(model)), 1), DeltaBase()
     with RolloutClient(url) as client, client.lease(holder="trainer A", ttl=TTL_S) as lease:
         for step in range(STEPS):

@@ -79,6 +79,7 @@ def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> No
     assert log.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_the_block_whatever_happens(
     untrained_model: Path, tmp_path: Path
 ) -> None:

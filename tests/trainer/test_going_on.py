@@ -134,6 +134,7 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert {record["staleness"] for record in found} == {0}
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_ends_with_the_same_bits(
     config_of: Callable[..., Config], fake_url: str, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_run_killed_twice_ends_with_the_same_bits(
     assert outcome(other)["metrics"] != outcome(unbroken)["metrics"]
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_makes_every_step_once(
     config_of: Callable[..., Config], fake_url: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ class _Update:
         renewed: the lease was acquired for this update, and is renewed and released with it.
         busy: a call is being worked on.
         receiving: the workers still have its file open.
+        ending: what is left of it is being removed.
     """
 
     engine: Engine
@@ -57,6 +58,7 @@ class _Update:
     renewed: bool
     busy: bool = False
     receiving: bool = True
+    ending: bool = False
 
 
 class ForeignUpdates:
@@ -218,10 +220,17 @@ class ForeignUpdates:
 
     async def _end(self, update: _Update) -> None:
         """Leave nothing behind of an update, finished or not."""
-        if self._update is not update:
+        if self._update is not update or update.ending:
             return
-        owner, self._update = self._tenure.owner or "", None
-        self._tenure.end()
+        # It is the update until nothing is left: a next one would have its file abandoned.
+        update.ending = update.busy = True
+        try:
+            await self._clear(update, self._tenure.owner or "")
+        finally:
+            self._update = None
+            self._tenure.end()
+
+    async def _clear(self, update: _Update, owner: str) -> None:
         service = self._startup.service
         await service.publisher.discard(update.folder)
         if update.receiving and service.supervisor.runs(update.engine):

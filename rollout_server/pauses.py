@@ -244,8 +244,17 @@ class Pauses:
         except BaseException:
             service.supervisor.hold(was_paused)
             with contextlib.suppress(EngineDied):
-                await engine.resume()
+                await self._go_on(service, engine)
             raise
+
+    async def _go_on(self, service: Service, engine: Engine) -> None:
+        """Resume an engine that nobody holds any more; one that does not is replaced."""
+        try:
+            await engine.resume()
+        except EngineDied:
+            raise
+        except Exception as error:
+            await service.supervisor.replaced(engine, f"it does not resume after a pause: {error}")
 
     async def _resume(self, service: Service) -> None:
         self._nap = None
@@ -253,7 +262,7 @@ class Pauses:
         service.supervisor.put_to_sleep(None)
         service.supervisor.hold(False)
         with contextlib.suppress(EngineUnavailable):  # one that comes up will not be paused
-            await service.supervisor.current().resume()
+            await self._go_on(service, service.supervisor.current())
 
     async def _expired(self, reason: str) -> None:
         log.warning("the pause ends: %s", reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,20 @@ class TestPauses:
         assert server.get("/is_paused") == {"is_paused": False}
         assert server.rolls()
 
+    @pytest.mark.parametrize("errors", ["resume", "pause and resume"])
+    def test_an_engine_that_does_not_resume_is_replaced(self, server: Server, errors: str) -> None:
+        engine, trips = server.engine, RuntimeError("it tripped over a cable")
+        if errors == "resume":
+            assert server.post("/pause").status_code == 200
+        else:
+            engine.pause_errors.append(trips)
+        engine.resume_errors.append(trips)
+        answer = server.post("/resume" if errors == "resume" else "/pause")
+        assert answer.status_code == (200 if errors == "resume" else 500)
+        assert "shutdown" in engine.calls
+        assert len(server.engines) == 2
+        assert server.rolls()
+
     def test_who_is_silent_for_too_long_has_gone(self, hasty: Server) -> None:
         hasty.post("/pause")
         eventually(lambda: not hasty.get("/is_paused", BOB)["is_paused"], 30)
@@ -528,6 +543,32 @@ class TestUpdates:
         assert server.update(*first.tensors).status_code == 409
         assert server.rolls()
         assert_nothing_is_left(server)
+
+    def test_a_next_one_waits_for_the_end_of_one_that_failed(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, leave, abandon = server.engine, threading.Event(), server.engine.abandon_receiving
+
+        async def slow() -> None:
+            engine.calls.append("abandoning")
+            while not leave.is_set():  # noqa: ASYNC110 - set from another thread
+                await asyncio.sleep(0.005)
+            await abandon()
+
+        monkeypatch.setattr(engine, "abandon_receiving", slow)
+        server.post("/start_weight_update")
+        engine.receive_errors.append(EngineFailure("out of order"))
+        with ThreadPoolExecutor() as pool:
+            failing = pool.submit(server.update, *first.tensors)
+            try:
+                eventually(lambda: "abandoning" in engine.calls)
+                assert server.post("/start_weight_update").status_code == 409
+            finally:
+                leave.set()
+            assert failing.result(60).status_code == 500
+        server.post("/start_weight_update")
+        server.update(*first.tensors)
+        assert server.post("/finish_weight_update").json()["version"] == 1
 
     def test_a_tensor_that_comes_twice_ends_it(self, server: Server) -> None:
         server.post("/start_weight_update")

@@ -56,6 +56,7 @@ def main() -> None:
             access_log=False,
             http=Connection,
             timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=settings.drain_seconds,
         )
     )
     # Before the engine loads, which takes long: what is wrong already should be heard of at once.
@@ -71,7 +72,7 @@ def main() -> None:
         # Told to stop while the engine was loading, in a thread that cannot be stopped.
         logging.shutdown()
         os._exit(0)
-    log.info("stopped; every request was answered")
+    log.info("stopped")
 
 
 def _tell(failure: Exception) -> NoReturn:

@@ -130,6 +130,9 @@ class ServerSettings(BaseSettings):
     body_silence: float = _setting(
         300.0, "Limits", "Seconds of silence that end a request whose body is not all here.", gt=0.0
     )
+    drain_seconds: int = _setting(
+        45, "Limits", "How long running requests may take to end when the server is told to.", ge=0
+    )
     max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)
     max_queued_samples: int = _setting(
         131072, "Limits", "Samples of all callers that may wait for the engine.", ge=1

@@ -115,4 +115,4 @@ def test_the_whole_story(compose: Compose) -> None:
 
     compose("stop", "server")
     assert compose.state("server")["ExitCode"] == 0, compose("logs", "server")
-    assert "stopped; every request was answered" in compose("logs", "server")
+    assert "tito.server: stopped" in compose("logs", "server")

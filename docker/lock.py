@@ -2,11 +2,12 @@
 
     .venv/bin/python docker/lock.py
 
-What a package needs is asked of the packages installed in ``.venv``, so run ``make setup`` first.
+What others need is asked of the packages installed in ``.venv``, so run ``make setup`` first.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -43,6 +44,8 @@ def needed(root: str, available: Iterable[str]) -> set[str]:
 
 
 def _children(requirement: Requirement) -> list[Requirement]:
+    if requirement.name == "tito":
+        return _own(requirement.extras)
     try:
         texts = requires(requirement.name) or []
     except PackageNotFoundError:
@@ -54,6 +57,13 @@ def _children(requirement: Requirement) -> list[Requirement]:
         for child in children
         if child.marker is None or any(child.marker.evaluate({"extra": e}) for e in extras)
     ]
+
+
+def _own(extras: Iterable[str]) -> list[Requirement]:
+    """Of the project as it is now, which may have been installed before it was changed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    return [Requirement(text) for text in [*project["dependencies"], *optional]]
 
 
 def render(root: str) -> str:

@@ -1,8 +1,7 @@
 """Who may queue how much, and whose group runs next.
 
     with admission.admit(caller, [Cost(samples=8, tokens=8 * 600)] * 100) as reservation:
-        async for slot in reservation:  # slot.index counts the groups, in order
-            tasks.create_task(run(slot))  # which releases the slot in the end
+        await reservation.run_each(run)  # run(slot) releases the slot; slot.index says which group
 
 What is admitted waits here, not in the engine, which gets only as many samples as keep it busy.
 Groups of different callers take turns by start-time fair queueing (Goyal, Vin and Cheng 1996): each
@@ -19,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from rollout_server.auth import Caller, Quota
 from rollout_server.drain import DrainRate
@@ -100,6 +99,20 @@ class Reservation:
             self._turn.clear()
             await self._turn.wait()
         return self._unclaimed.popleft()
+
+    async def run_each(self, run: Callable[[Slot], Coroutine[Any, Any, None]]) -> None:
+        """Run every group when its turn comes, side by side; the first failure cancels the others.
+
+        Args:
+            run: a group's work, which releases the slot in the end.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for slot in self:
+                    tasks.create_task(run(slot))
+        except ExceptionGroup as failures:
+            # It is the one to tell of.
+            raise failures.exceptions[0] from None
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ from shared.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
-from shared.protocol import JSON, MSGPACK
+from shared.protocol import JSON, MSGPACK, NDJSON
 
 _PROBLEMS_SHOWN = 20
 _SHOWN_CHARS = 80
@@ -161,6 +161,13 @@ def answer(request: Request, document: Any, status: int = 200) -> Response:
     """Encode a document as the caller asked; JSON if nothing was asked, for people with curl."""
     content_type = answer_type(request)
     return Response(encode(document, content_type), status, media_type=content_type)
+
+
+def refuse_packed_json(packed: bool, content_type: str) -> None:
+    """Raise InvalidRequest if packed arrays are asked for in an answer that cannot carry them."""
+    if packed and content_type in (JSON, NDJSON):
+        problem = Problem("packed", "true", f"false, or Accept: {MSGPACK}")
+        raise InvalidRequest("JSON cannot carry packed arrays", problems=[problem])
 
 
 def error_answer(request: Request, error: TitoError) -> Response:

@@ -102,10 +102,7 @@ class PromptEncoder:
     def _problem(self, where: str, ids: list[int]) -> Problem | None:
         if not 1 <= len(ids) <= self._max_prompt_len:
             return Problem(where, f"{len(ids)} tokens", f"1 to {self._max_prompt_len} tokens")
-        if max(ids) >= self._vocab_size:
-            at = next(i for i, token in enumerate(ids) if token >= self._vocab_size)
-            return Problem(f"{where}.ids[{at}]", str(ids[at]), f"ids below {self._vocab_size}")
-        return None
+        return unknown_id(f"{where}.ids", ids, self._vocab_size)
 
     def decode(self, completions: Sequence[Sequence[int]]) -> list[str]:
         """Text of each completion without special tokens: for scoring and for eyes."""
@@ -116,3 +113,11 @@ class PromptEncoder:
         """Text of ids with special tokens, to look at."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def unknown_id(where: str, ids: Sequence[int], vocab_size: int) -> Problem | None:
+    """What is wrong with the first id beyond the vocabulary, if there is one."""
+    if max(ids) < vocab_size:
+        return None
+    at = next(i for i, token in enumerate(ids) if token >= vocab_size)
+    return Problem(f"{where}[{at}]", str(ids[at]), f"ids below {vocab_size}")

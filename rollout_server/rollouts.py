@@ -140,13 +140,7 @@ class RolloutService:
             index = wanted[slot.index]
             finished(await self._group(index, prompts[index], sampling, request, policy, slot))
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                async for slot in reservation:
-                    tasks.create_task(group(slot))
-        except ExceptionGroup as failures:
-            # The first failure cancelled the others, so it is the one to tell of.
-            raise failures.exceptions[0] from None
+        await reservation.run_each(group)
 
     def check(self, caller: Caller, request: RolloutRequest) -> None:
         """Refuse what can be refused without looking at prompts.

@@ -10,6 +10,7 @@ from rollout_server.adapters import AdapterPublisher
 from rollout_server.admission import Admission, Slot
 from rollout_server.auth import Caller
 from rollout_server.policies import Policy
+from rollout_server.prompts import unknown_id
 from rollout_server.quotas import Cost
 from rollout_server.supervisor import Supervisor
 from shared.errors import EngineUnavailable, InvalidRequest, Problem
@@ -58,13 +59,8 @@ class ScoreService:
                 scores[slot.index] = await self._sequence(sequences[slot.index], policy)
 
         costs = [Cost(1, len(sequence.token_ids)) for sequence in sequences]
-        try:
-            with self._admission.admit(caller, costs) as reservation:
-                async with asyncio.TaskGroup() as tasks:
-                    async for slot in reservation:
-                        tasks.create_task(one(slot))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        with self._admission.admit(caller, costs) as reservation:
+            await reservation.run_each(one)
         return [scores[index] for index in range(len(sequences))]
 
     async def _sequence(self, sequence: BegunCompletion, policy: Policy) -> Score:
@@ -97,7 +93,4 @@ class ScoreService:
         where, vocab_size = f"sequences[{index}].token_ids", self._supervisor.vocab_size
         if not 2 <= len(ids) <= self._max_ids:
             return Problem(where, f"{len(ids)} tokens", f"2 to {self._max_ids} tokens")
-        if max(ids) >= vocab_size:
-            at = next(i for i, token in enumerate(ids) if token >= vocab_size)
-            return Problem(f"{where}[{at}]", str(ids[at]), f"ids below {vocab_size}")
-        return None
+        return unknown_id(where, ids, vocab_size)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.auth import ROLLOUT, Caller, caller_with
-from rollout_server.http import answer, answer_type, read_model, while_connected
+from rollout_server.http import answer, answer_type, read_model, refuse_packed_json, while_connected
 from rollout_server.job import Job, name_of
 from rollout_server.routes import documents
 from rollout_server.routes.state import startup_of
@@ -54,9 +54,7 @@ async def rollout(request: Request, caller: _CALLER) -> Response:
     key = _key_of(request)
     asked = await read_model(request, RolloutRequest, service.settings.max_body_bytes)
     content_type = _stream_type(request) if asked.stream else answer_type(request, default=MSGPACK)
-    if asked.packed and content_type in (JSON, NDJSON):
-        problem = Problem("packed", "true", f"false, or Accept: {MSGPACK}")
-        raise InvalidRequest("JSON cannot carry packed arrays", problems=[problem])
+    refuse_packed_json(asked.packed, content_type)
     name = await asyncio.to_thread(name_of, caller, key, asked) if key else None
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(service.jobs.attached(caller, asked, name))

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.auth import ROLLOUT, Caller, caller_with
-from rollout_server.http import answer_type, read_model, while_connected
+from rollout_server.http import answer_type, read_model, refuse_packed_json, while_connected
 from rollout_server.routes import documents
 from rollout_server.routes.state import startup_of
 from shared.codec import encode, scores_to_wire
-from shared.errors import InvalidRequest, Problem
 from shared.protocol import MSGPACK, ScoreRequest
 
 router = APIRouter()
@@ -33,9 +32,7 @@ async def score(
     service.check_ready()
     asked = await read_model(request, ScoreRequest, service.settings.max_body_bytes)
     content_type = answer_type(request, default=MSGPACK)
-    if asked.packed and content_type != MSGPACK:
-        problem = Problem("packed", "true", f"false, or Accept: {MSGPACK}")
-        raise InvalidRequest("JSON cannot carry packed arrays", problems=[problem])
+    refuse_packed_json(asked.packed, content_type)
     policy = service.policies[asked.policy]
     scores = await while_connected(request, service.scores.score(caller, asked, policy))
 

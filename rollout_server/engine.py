@@ -21,7 +21,8 @@ from rollout_server.settings import ServerSettings
 from rollout_server.start_failure import reason_told
 from rollout_server.worker_plugin import PARENT_VARIABLE
 from shared.errors import EngineFailure
-from shared.protocol import FinishReason, PauseMode, SamplingSettings
+from shared.protocol import FinishReason, PauseMode
+from shared.requests import SamplingSettings
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from rollout_server.auth import Caller
 from shared.codec import encode
 from shared.errors import TitoError
-from shared.protocol import MSGPACK, Group, Rollout, RolloutRequest
+from shared.protocol import MSGPACK, Group, Rollout
+from shared.requests import RolloutRequest
 
 _DELIVERY = {"stream", "have", "packed"}
 """Fields that may differ when a request is sent again: how it is answered, not what is run."""

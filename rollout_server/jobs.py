@@ -32,7 +32,8 @@ from shared.errors import (
     Problem,
     TitoError,
 )
-from shared.protocol import IDEMPOTENCY_HEADER, Group, RolloutRequest
+from shared.protocol import IDEMPOTENCY_HEADER, Group
+from shared.requests import RolloutRequest
 
 log = logging.getLogger("tito.jobs")
 

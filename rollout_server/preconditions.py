@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shared.errors import PreconditionFailed
-from shared.protocol import RolloutRequest
+from shared.requests import RolloutRequest
 
 
 class Watched(Protocol):

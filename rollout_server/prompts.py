@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from shared.errors import InvalidRequest, Problem
-from shared.protocol import ChatMessage
+from shared.requests import ChatMessage
 from shared.tokens import tokenizer_fingerprint
 
 _PROBLEMS_SHOWN = 20

@@ -19,7 +19,8 @@ from typing import Self
 from rollout_server.viewer.history import History
 from shared.errors import Forbidden, InvalidRequest, Problem
 from shared.feedback import GroupRewards, RewardReport
-from shared.protocol import Group, RolloutRequest
+from shared.protocol import Group
+from shared.requests import RolloutRequest
 
 _OBJECT_BYTES = 512
 """About what a sample takes besides its arrays and text."""

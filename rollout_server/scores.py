@@ -14,7 +14,8 @@ from rollout_server.prompts import unknown_id
 from rollout_server.quotas import Cost
 from rollout_server.supervisor import Supervisor
 from shared.errors import EngineUnavailable, InvalidRequest, Problem
-from shared.protocol import BegunCompletion, Score, ScoreRequest
+from shared.protocol import Score
+from shared.requests import BegunCompletion, ScoreRequest
 
 _ATTEMPTS = 16
 _PROBLEMS_SHOWN = 20

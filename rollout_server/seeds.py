@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-from shared.protocol import SamplingSettings
+from shared.requests import SamplingSettings
 
 
 def seeded(sampling: SamplingSettings, group_id: int) -> SamplingSettings:

@@ -40,9 +40,9 @@ from shared.protocol import (
     MAX_GROUP_SIZE,
     MAX_PROMPTS,
     PROTOCOL_VERSION,
-    SamplingSettings,
     ServerInfo,
 )
+from shared.requests import SamplingSettings
 from shared.weights import TensorSpec
 
 log = logging.getLogger("tito.server")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollout_server.engine import Adapter, Completion, Engine, EngineDied, Scored
 from shared.errors import EngineUnavailable
-from shared.protocol import SamplingSettings
+from shared.requests import SamplingSettings
 
 log = logging.getLogger("tito.supervisor")
 

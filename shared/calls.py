@@ -102,7 +102,7 @@ def rollout(
     """``POST /rollout``.
 
     Args:
-        prompts, settings: fields of :class:`shared.protocol.RolloutRequest`.
+        prompts, settings: fields of :class:`shared.requests.RolloutRequest`.
         key: under which it may be asked for again, even if it was begun.
 
     Raises:

@@ -91,7 +91,7 @@ class RolloutClient:
                 ``token_ids`` and ``completion_from``: ids, the last of which are a completion.
             resume_aborted: go on with samples that a publish has aborted, until all are whole.
             retries: how often to ask again when the connection is lost; nothing is sampled twice.
-            settings: fields of :class:`shared.protocol.RolloutRequest`, e.g. ``group_size``,
+            settings: fields of :class:`shared.requests.RolloutRequest`, e.g. ``group_size``,
                 ``max_tokens``, ``temperature``, ``stop``, ``purpose``.
 
         Raises:

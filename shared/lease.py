@@ -22,8 +22,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from shared.codec import encode
 from shared.errors import (
     Conflict,
@@ -44,25 +42,6 @@ _PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure)
 Send = Callable[..., Any]
 """Sends one request, ``(method, path, **options of httpx)``; raises TitoError."""
 AsyncSend = Callable[..., Awaitable[Any]]
-
-
-class LeaseRequest(BaseModel):
-    """Body of ``POST /policies/{name}/lease``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    holder: str | None = Field(
-        None, min_length=1, max_length=128, description="Who writes; the server thinks of a name."
-    )
-    ttl_seconds: float = Field(30.0, gt=0.0, description="Life without a heartbeat.")
-
-
-class LeaseRenewal(BaseModel):
-    """Body of ``POST /policies/{name}/lease/renew``: a heartbeat."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    fence: int = Field(ge=0, description="The lease's fencing number.")
 
 
 def default_holder() -> str:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from shared.errors import DeadlineExceeded, InvalidRequest, Problem
-from shared.protocol import Rollout, Sample, SamplingSettings, Span
+from shared.protocol import DEFAULT_MAX_TOKENS, Rollout, Sample, Span
 
-_DEFAULT_MAX_TOKENS = SamplingSettings.model_fields["max_tokens"].default
 # They hold when sampling starts, and a publish has come since.
 _EXACT = ("version", "digest")
 # What cannot be true of a sample that is made in parts, and what it would have to be.
@@ -79,7 +78,7 @@ class Resumption:
         begins = len(sample.prompt_ids)
         if isinstance(original, Mapping):  # it was begun before this rollout
             begins = original["completion_from"]
-        limit = self._settings.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        limit = self._settings.get("max_tokens", DEFAULT_MAX_TOKENS)
         settings = {
             **self._settings,
             **self._deadline(),

@@ -11,7 +11,8 @@ from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller
 from rollout_server.http import whole_number
 from rollout_server.routes.state import leases_of
-from shared.protocol import FENCE_HEADER, ResetQuery
+from shared.protocol import FENCE_HEADER
+from shared.requests import ResetQuery
 
 
 def publish_options(

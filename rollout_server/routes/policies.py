@@ -19,8 +19,8 @@ from rollout_server.routes import documents
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import leases_of, startup_of
 from shared.errors import Conflict, InvalidRequest, Problem
-from shared.lease import LeaseRenewal, LeaseRequest
-from shared.protocol import POLICY_NAME, ResetQuery
+from shared.protocol import POLICY_NAME
+from shared.requests import LeaseRenewal, LeaseRequest, ResetQuery
 
 router = APIRouter(prefix="/policies")
 

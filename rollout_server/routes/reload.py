@@ -29,10 +29,9 @@ from shared.protocol import (
     DIGEST_TRAILER,
     JSON,
     SAFETENSORS,
-    ReloadFromPath,
-    ReloadQuery,
     ReloadResult,
 )
+from shared.requests import ReloadFromPath, ReloadQuery
 
 router = APIRouter()
 

@@ -18,15 +18,8 @@ from rollout_server.service import Service
 from rollout_server.streams import Delivery, StreamAnswer, frames
 from shared.codec import encode_rollout, media_type
 from shared.errors import InvalidRequest, Problem
-from shared.protocol import (
-    FRAMES,
-    IDEMPOTENCY_HEADER,
-    IDEMPOTENCY_KEY,
-    JSON,
-    MSGPACK,
-    NDJSON,
-    RolloutRequest,
-)
+from shared.protocol import FRAMES, IDEMPOTENCY_HEADER, IDEMPOTENCY_KEY, JSON, MSGPACK, NDJSON
+from shared.requests import RolloutRequest
 
 router = APIRouter()
 

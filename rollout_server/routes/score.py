@@ -12,7 +12,8 @@ from rollout_server.http import answer_type, read_model, refuse_packed_json, whi
 from rollout_server.routes import documents
 from rollout_server.routes.state import startup_of
 from shared.codec import encode, scores_to_wire
-from shared.protocol import MSGPACK, ScoreRequest
+from shared.protocol import MSGPACK
+from shared.requests import ScoreRequest
 
 router = APIRouter()
 

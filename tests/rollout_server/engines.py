@@ -20,7 +20,8 @@ from rollout_server.app import create_app
 from rollout_server.engine import Adapter, Completion, Engine, VLLMEngine
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
-from shared.protocol import Rollout, Sample, SamplingSettings
+from shared.protocol import Rollout, Sample
+from shared.requests import SamplingSettings
 from tests.rollout_server.support import (
     BF16_MAX_NATS,
     BF16_MEAN_NATS,

@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM
 from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.engine import Completion, Scored, VersionSpan
 from shared.client import RolloutClient
-from shared.protocol import MSGPACK, SamplingSettings
+from shared.protocol import MSGPACK
+from shared.requests import SamplingSettings
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest, stream_checkpoint
 
 Tensors = dict[str, torch.Tensor]

@@ -22,7 +22,8 @@ from rollout_server.routes import rollout as rollout_route
 from rollout_server.settings import ServerSettings
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import InvalidRequest, Overloaded
-from shared.protocol import JSON, MSGPACK, SamplingSettings
+from shared.protocol import JSON, MSGPACK
+from shared.requests import SamplingSettings
 from tests.rollout_server.engines import PATIENCE_S
 from tests.rollout_server.support import FakeEngine, eventually, post, samples_run, serving
 

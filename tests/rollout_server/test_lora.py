@@ -36,14 +36,8 @@ from shared.errors import (
     NotFound,
     TitoError,
 )
-from shared.protocol import (
-    DIGEST_HEADER,
-    DIGEST_TRAILER,
-    SAFETENSORS,
-    ReloadResult,
-    Rollout,
-    SamplingSettings,
-)
+from shared.protocol import DIGEST_HEADER, DIGEST_TRAILER, SAFETENSORS, ReloadResult, Rollout
+from shared.requests import SamplingSettings
 from shared.weights import TRAILER_BYTES, stream_checkpoint
 from tests.rollout_server.engines import (
     PATIENCE_S,

@@ -21,7 +21,7 @@ from rollout_server.preconditions import hold
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.errors import InvalidRequest, NotFound, PreconditionFailed
-from shared.protocol import RolloutRequest
+from shared.requests import RolloutRequest
 from tests.rollout_server.support import FakeEngine, Weights, lazy, serving
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout_server.prompts import PromptEncoder
 from shared.errors import InvalidRequest
-from shared.protocol import ChatMessage
+from shared.requests import ChatMessage
 
 BOS, WORDS = 0, ["<s>", "</s>", "hello", "there", "friend", ":"]
 TEMPLATE = (

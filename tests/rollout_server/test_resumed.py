@@ -17,7 +17,8 @@ from rollout_server.engine import Completion, VersionSpan
 from rollout_server.settings import ServerSettings
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import InvalidRequest, PreconditionFailed
-from shared.protocol import Sample, SamplingSettings
+from shared.protocol import Sample
+from shared.requests import SamplingSettings
 from tests.rollout_server.support import FakeEngine, serving
 
 PROMPT = [5, 6, 7]

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from shared.calls import PromptLike
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import InvalidRequest
-from shared.protocol import IDEMPOTENCY_HEADER, JSON, MSGPACK, Sample, SamplingSettings
+from shared.protocol import IDEMPOTENCY_HEADER, JSON, MSGPACK, Sample
+from shared.requests import SamplingSettings
 from shared.tokens import tokenizer_fingerprint
 from tests.rollout_server.support import (
     BF16_MEAN_NATS,

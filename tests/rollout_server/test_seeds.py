@@ -11,7 +11,8 @@ import pytest
 
 from rollout_server.seeds import seeded
 from shared.client import RolloutClient
-from shared.protocol import Group, Rollout, SamplingSettings
+from shared.protocol import Group, Rollout
+from shared.requests import SamplingSettings
 from shared.resume import Resumption
 from tests.rollout_server.support import Weights, make_live
 

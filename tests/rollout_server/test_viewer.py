@@ -20,7 +20,8 @@ from rollout_server.viewer.lights import lights
 from rollout_server.viewer.tokens import pieces
 from shared.errors import InvalidRequest
 from shared.feedback import RewardReport
-from shared.protocol import Group, Purpose, Rollout, RolloutRequest, Sample, Span
+from shared.protocol import Group, Purpose, Rollout, Sample, Span
+from shared.requests import RolloutRequest
 from tests.rollout_server.engines import Running
 from tests.rollout_server.fakes import ask, error_of, idle_app, tokens_file
 from tests.rollout_server.support import base_weights, eventually, lazy, sharpened

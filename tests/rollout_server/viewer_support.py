@@ -17,7 +17,7 @@ from rollout_server.app import create_app
 from rollout_server.engine import Completion, VersionSpan
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
-from shared.protocol import SamplingSettings
+from shared.requests import SamplingSettings
 from tests.rollout_server.engines import Running
 from tests.rollout_server.support import FakeEngine, serving
 from trainer.tiny_policy import build_model, build_tokenizer

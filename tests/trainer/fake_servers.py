@@ -16,7 +16,7 @@ from rollout_server.app import create_app
 from rollout_server.engine import Completion, VersionSpan
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
-from shared.protocol import SamplingSettings
+from shared.requests import SamplingSettings
 from tests.conftest import free_port
 from tests.rollout_server.support import FakeEngine, eventually
 

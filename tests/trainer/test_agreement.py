@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shared.protocol import SamplingSettings
+from shared.requests import SamplingSettings
 from trainer.agreement import (
     NEUTRAL_SAMPLING,
     refuse_other_sampling,

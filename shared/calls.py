@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
 import orjson
 
 from shared.codec import encode, rollout_from_wire, scores_from_wire
-from shared.delta_sender import DeltaBase
 from shared.errors import InvalidRequest, MalformedBody, Problem, ProtocolMismatch
 from shared.protocol import (
     ADAPTER_CONFIG_KEY,
@@ -36,6 +35,9 @@ from shared.protocol import (
     ServerInfo,
 )
 from shared.weights import LazyTensor, stream_checkpoint, stream_length
+
+if TYPE_CHECKING:
+    from shared.delta_sender import DeltaBase
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 Pieces = Iterator[bytes | memoryview]
@@ -235,6 +237,19 @@ def info() -> Call[ServerInfo]:
 def ready() -> Call[None]:
     """``GET /readyz``, asked once; whoever waits asks again."""
     return Call("GET", "/readyz", lambda _: None, repeatable=False)
+
+
+def sleep(level: int, fence: int | None) -> Call[None]:
+    """``POST /sleep``, once samples in flight are finished."""
+    headers = {} if fence is None else {FENCE_HEADER: str(fence)}
+    params = {"level": str(level), "mode": "wait"}
+    return Call("POST", "/sleep", lambda _: None, headers, params)
+
+
+def wake_up(memory: str | None) -> Call[None]:
+    """``POST /wake_up`` of one kind of memory, or of all."""
+    params = {} if memory is None else {"tags": memory}
+    return Call("POST", "/wake_up", lambda _: None, params=params)
 
 
 def _reload(

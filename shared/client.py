@@ -9,6 +9,8 @@
 :mod:`shared.errors`. A request is sent again only when that can do no harm: no connection was made,
 or the server answered that it did not start. An answer lost half-way is asked for again only with
 ``retries``: the rollout then has a key, under which the server goes on with it, or keeps it.
+
+Importing this is quick: httpx is imported when a client is made, numpy when arrays arrive.
 """
 
 from __future__ import annotations
@@ -16,16 +18,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from shared import calls
 from shared.calls import Call, Pieces, PromptLike, Target
-from shared.delta_sender import DeltaBase
 from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
 from shared.exchange import Exchange, Patience
 from shared.incoming import Incoming, new_key
@@ -41,7 +39,12 @@ from shared.protocol import (
 )
 from shared.resume import Continuation, Resumption, joined
 from shared.streams import AsyncRolloutStream, RolloutStream
-from shared.weights import LazyTensor
+
+if TYPE_CHECKING:
+    import httpx
+
+    from shared.delta_sender import DeltaBase
+    from shared.weights import LazyTensor
 
 _POLL_S = 0.25
 _RESUMED_AT_ONCE = 64
@@ -73,6 +76,8 @@ class RolloutClient:
         timeout: float | None = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        import httpx
+
         self._exchange = Exchange(url, token, timeout)
         self._http = httpx.Client(**self._exchange.options, transport=transport)
 
@@ -98,6 +103,8 @@ class RolloutClient:
             InvalidRequest: a field is wrong; nothing was run.
             EngineUnavailable: the server cannot generate, and went on saying so.
         """
+        from concurrent.futures import ThreadPoolExecutor
+
         resumption = Resumption(prompts, settings) if resume_aborted else None
         rollout = self._call(calls.rollout(prompts, settings, new_key(retries)), retries)
         while resumption is not None and (left := resumption.of(rollout)):
@@ -256,6 +263,32 @@ class RolloutClient:
         """
         return Lease(self._send, policy, holder=holder, ttl=ttl, wait=wait)
 
+    def sleep(self, level: int, *, fence: int | None = None) -> None:
+        """Let the server finish what is in flight and hand its GPU's memory back.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them; up to ``max_sleep_level`` of
+                :meth:`info`, above which nothing is handed back.
+            fence: number of a lease on ``default``. The server wakes up by itself when that ends.
+
+        Raises:
+            Conflict: somebody else has paused the server, or the lease has ended.
+        """
+        self._call(calls.sleep(level, fence))
+
+    def wake_up(self, memory: str | None = None) -> None:
+        """End sleep, or take one kind of memory back.
+
+        Args:
+            memory: ``weights``, which can then be published, or ``kv_cache`` after them. Weights
+                that were dropped and not published since are those of the live version again.
+
+        Raises:
+            Conflict: somebody else has put the server to sleep.
+            EngineFailure: it did not wake up; its engine was replaced.
+        """
+        self._call(calls.wake_up(memory))
+
     def info(self) -> ServerInfo:
         """Model, tokenizer, live version and limits."""
         return self._call(calls.info())
@@ -290,10 +323,8 @@ class RolloutClient:
         return call.read(self._send(call.method, call.path, content=content, **request))
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
-        try:
+        with self._exchange.reaching():
             return self._exchange.read(self._http.request(method, path, **request))
-        except httpx.RequestError as error:
-            raise self._exchange.unreachable(error) from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -317,6 +348,8 @@ class AsyncRolloutClient:
         timeout: float | None = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        import httpx
+
         self._exchange = Exchange(url, token, timeout)
         # Thousands of prompts may be in flight, each waiting on a connection of its own.
         limits = httpx.Limits(max_connections=None)
@@ -428,6 +461,14 @@ class AsyncRolloutClient:
         """See :meth:`RolloutClient.lease`; enter it with ``async with``."""
         return AsyncLease(self._send, policy, holder=holder, ttl=ttl, wait=wait)
 
+    async def sleep(self, level: int, *, fence: int | None = None) -> None:
+        """See :meth:`RolloutClient.sleep`."""
+        await self._call(calls.sleep(level, fence))
+
+    async def wake_up(self, memory: str | None = None) -> None:
+        """See :meth:`RolloutClient.wake_up`."""
+        await self._call(calls.wake_up(memory))
+
     async def info(self) -> ServerInfo:
         """See :meth:`RolloutClient.info`."""
         return await self._call(calls.info())
@@ -459,10 +500,8 @@ class AsyncRolloutClient:
         return call.read(await self._send(call.method, call.path, content=content, **request))
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:
-        try:
+        with self._exchange.reaching():
             return self._exchange.read(await self._http.request(method, path, **request))
-        except httpx.RequestError as error:
-            raise self._exchange.unreachable(error) from error
 
     async def aclose(self) -> None:
         """Close the connections."""

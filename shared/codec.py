@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from shared.errors import MalformedBody, UnsupportedMediaType
 from shared.protocol import (
@@ -29,9 +27,12 @@ from shared.protocol import (
     Span,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
-_IDS = np.dtype("<i4")
-_LOGPROBS = np.dtype("<f4")
+_IDS = "<i4"
+_LOGPROBS = "<f4"
 
 
 def media_type(header: str) -> str:
@@ -132,12 +133,16 @@ def _refuse_extension(code: int, _: bytes) -> Any:
 
 def pack_ids(ids: Sequence[int] | IdArray, packed: bool) -> bytes | list[int]:
     """Token ids as little-endian int32 bytes, or as a list."""
+    import numpy as np
+
     array = np.asarray(ids, dtype=_IDS)
     return array.tobytes() if packed else array.tolist()
 
 
 def pack_logprobs(logprobs: Sequence[float] | LogprobArray, packed: bool) -> bytes | list[float]:
     """Log-probabilities as little-endian float32 bytes, or as a list."""
+    import numpy as np
+
     array = np.asarray(logprobs, dtype=_LOGPROBS)
     return array.tobytes() if packed else array.tolist()
 
@@ -152,13 +157,15 @@ def unpack_logprobs(value: bytes | list[float]) -> LogprobArray:
     return _array(value, _LOGPROBS, "iuf").astype(_LOGPROBS, copy=False)
 
 
-def _array(value: Any, packed: np.dtype[Any], kinds: str) -> NDArray[Any]:
+def _array(value: Any, packed: str, kinds: str) -> NDArray[Any]:
     """One dimension of numbers of certain kinds; numpy alone would round and nest what it gets."""
+    import numpy as np
+
     if isinstance(value, bytes):
         return np.frombuffer(value, packed)
     array = np.array(value) if value else np.empty(0, packed)
     if array.ndim != 1 or array.dtype.kind not in kinds:
-        raise ValueError(f"an array of {packed.name} is expected, not {value!r:.80}")
+        raise ValueError(f"an array of {np.dtype(packed).name} is expected, not {value!r:.80}")
     if packed == _IDS and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError("a token id does not fit into 32 bits")
     return array

@@ -6,10 +6,10 @@ that it did not start, or the request has a key under which the server knows wha
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any, NoReturn
-
-import httpx
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared.codec import decode, media_type
 from shared.errors import (
@@ -24,6 +24,9 @@ from shared.errors import (
 )
 from shared.protocol import FRAMES, MSGPACK
 
+if TYPE_CHECKING:
+    import httpx
+
 DELAYS_S = (0.25, 0.5, 1.0)
 _MAX_DELAY_S = 60.0
 _TOKEN = re.compile(r"[!-~]+")
@@ -34,6 +37,8 @@ class Exchange:
     """What both clients share: how requests are addressed and answers are read."""
 
     def __init__(self, url: str, token: str | None, timeout: float | None) -> None:
+        import httpx
+
         # Errors name the address, but no token in it: http://any:TOKEN@host.
         self.url = _USERINFO.sub("//", url.rstrip("/"))
         headers = {"accept": MSGPACK}
@@ -74,10 +79,16 @@ class Exchange:
         self.read(response)
         raise MalformedBody(f"{self.url}: a stream was asked for, and a document came")
 
-    def unreachable(self, error: httpx.RequestError) -> ServerUnreachable:
-        """What a failed connection is raised as; the caller sets the cause."""
-        reason = str(error) or type(error).__name__
-        return ServerUnreachable(f"no answer from {self.url}: {reason}")
+    @contextlib.contextmanager
+    def reaching(self) -> Iterator[None]:
+        """Within it, a failed connection is raised as ServerUnreachable, with httpx's as cause."""
+        import httpx
+
+        try:
+            yield
+        except httpx.RequestError as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"no answer from {self.url}: {reason}") from error
 
 
 def _sendable(token: str) -> str:
@@ -132,6 +143,8 @@ def _did_nothing(error: TitoError) -> bool:
     """Whether it is certain that the server did nothing with the request."""
     if isinstance(error, EngineUnavailable | Overloaded):
         return error.retry_after is not None
+    import httpx
+
     return isinstance(error.__cause__, httpx.ConnectError | httpx.ConnectTimeout)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PROTOCOL_VERSION = 1
 
@@ -50,8 +51,8 @@ MAX_DEADLINE_S = 86400.0
 MAX_FRAME_BYTES = 1 << 29
 """Longest frame of a stream, without its length: 512 MiB."""
 
-IdArray = NDArray[np.int32]
-LogprobArray = NDArray[np.float32]
+IdArray: TypeAlias = "NDArray[np.int32]"
+LogprobArray: TypeAlias = "NDArray[np.float32]"
 
 
 class Purpose(StrEnum):

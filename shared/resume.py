@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from shared.errors import DeadlineExceeded, InvalidRequest, Problem
 from shared.protocol import DEFAULT_MAX_TOKENS, Rollout, Sample, Span
 
@@ -120,6 +118,8 @@ def joined(rollout: Rollout, finished: Mapping[int, Sample]) -> Rollout:
 
 
 def _join(first: Sample, rest: Sample) -> Sample:
+    import numpy as np
+
     offset = len(first.completion_ids)
     moved = [Span(s.version, s.digest, s.start + offset, s.end + offset) for s in rest.spans]
     spans = [span for span in (*first.spans, *moved) if span.end > span.start]

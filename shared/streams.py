@@ -14,15 +14,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from typing import Self
-
-import httpx
+from typing import TYPE_CHECKING, Self
 
 from shared import calls
 from shared.errors import ServerUnreachable, TitoError
 from shared.exchange import Exchange, Patience
 from shared.incoming import Incoming
 from shared.protocol import Group, StreamEnd, Totals
+
+if TYPE_CHECKING:
+    import httpx
 
 _CANCEL_S = 5.0
 
@@ -94,7 +95,7 @@ def _groups(
     except (GeneratorExit, KeyboardInterrupt):
         if incoming.key is not None:  # its work would go on for a while
             call = calls.cancel_rollout(incoming.key)
-            with contextlib.suppress(httpx.RequestError):
+            with contextlib.suppress(ServerUnreachable), exchange.reaching():
                 http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
         raise
 
@@ -104,14 +105,11 @@ def _connected(
     http: httpx.Client, exchange: Exchange, incoming: Incoming
 ) -> Iterator[Iterator[bytes]]:
     """The chunks of a stream; its connection is closed if they are not all read."""
-    try:
-        with http.stream(**incoming.request()) as response:
-            if not exchange.is_stream(response):
-                response.read()
-                exchange.refuse(response)
-            yield response.iter_bytes()
-    except httpx.RequestError as error:
-        raise exchange.unreachable(error) from error
+    with exchange.reaching(), http.stream(**incoming.request()) as response:
+        if not exchange.is_stream(response):
+            response.read()
+            exchange.refuse(response)
+        yield response.iter_bytes()
 
 
 class AsyncRolloutStream(_Stream):
@@ -158,7 +156,7 @@ async def _async_groups(
     except (GeneratorExit, asyncio.CancelledError):
         if incoming.key is not None:  # its work would go on for a while
             call = calls.cancel_rollout(incoming.key)
-            with contextlib.suppress(httpx.RequestError):
+            with contextlib.suppress(ServerUnreachable), exchange.reaching():
                 await http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
         raise
 
@@ -167,11 +165,9 @@ async def _async_groups(
 async def _async_connected(
     http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    try:
+    with exchange.reaching():
         async with http.stream(**incoming.request()) as response:
             if not exchange.is_stream(response):
                 await response.aread()
                 exchange.refuse(response)
             yield response.aiter_bytes()
-    except httpx.RequestError as error:
-        raise exchange.unreachable(error) from error

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = ["torch", "vllm", "fastapi", "transformers", "uvicorn", "safetensors", "huggingface_hub"]
-MODULES = ["client", "codec", "errors", "protocol", "tokens", "weights"]
+MODULES = ["client", "codec", "errors", "protocol", "requests", "tokens", "weights"]
 
 
 def modules_after(statement: str) -> set[str]:
@@ -23,3 +23,12 @@ def test_nothing_heavy_comes_along(module: str) -> None:
     loaded = modules_after(f"import shared.{module}")
     assert "shared" in loaded
     assert loaded.isdisjoint([*HEAVY, "rollout_server", "trainer"])
+
+
+def test_the_client_waits_with_what_takes_long_to_import() -> None:
+    slow = ["httpx", "numpy", "pydantic", "zstandard"]
+    assert modules_after("import shared.client").isdisjoint(slow)
+    made = "from shared.client import RolloutClient; RolloutClient('http://127.0.0.1:9').close()"
+    loaded = modules_after(made)
+    assert "httpx" in loaded
+    assert loaded.isdisjoint(["numpy", "pydantic", *HEAVY])

@@ -78,7 +78,7 @@ def create_app(
     for module in (rollout, score, reload, policies, status):
         app.include_router(module.router)
     if settings.rl_routes:
-        app.state.pauses = Pauses(startup, settings.rl_silence)
+        app.state.pauses = Pauses(startup, leases, settings.rl_silence)
         app.state.updates = ForeignUpdates(startup, leases, settings.rl_silence)
         app.include_router(vllm_rl.router)
     if settings.openai_routes:

@@ -2,7 +2,8 @@
 
 Nobody else can end them but an admin, a publish in between does not resume what somebody else has
 paused, and an engine that is replaced meanwhile comes up paused. A pause whose owner is not heard
-of for a while ends by itself; sleep does not, since a trainer that uses the memory says nothing.
+of for a while ends by itself. Sleep does not, since a trainer that uses the memory says nothing,
+unless it was asked for under a lease: then it ends when the lease does.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any
 
 from rollout_server.auth import ADMIN, Caller
 from rollout_server.engine import Engine, EngineDied
+from rollout_server.leases import Leases
+from rollout_server.policies import Policies
 from rollout_server.service import Service, Startup
 from rollout_server.vllm_control import control_of
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, InvalidRequest, Problem
-from shared.protocol import PauseMode
+from shared.protocol import DEFAULT_POLICY, PauseMode
 
 log = logging.getLogger("tito.pauses")
 
 WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
 _ASLEEP = "the engine sleeps; POST /wake_up ends that"
 _RETRY_AFTER_S = 10.0
+_LOOK_S = 0.5
 
 
 @contextlib.contextmanager
@@ -107,12 +111,14 @@ class _Nap:
         version: that was live when it fell asleep.
         lost: its weights are gone, not put aside.
         asleep: what of its memory is still to be woken.
+        fence: number of the lease with which sleep ends, if with one.
     """
 
     engine: Engine
     version: int
     lost: bool
     asleep: set[str]
+    fence: int | None
 
 
 class Pauses:
@@ -120,13 +126,16 @@ class Pauses:
 
     Args:
         startup: leads to the engine.
+        leases: of the policies.
         silence_s: after which a pause ends by itself.
     """
 
-    def __init__(self, startup: Startup, silence_s: float) -> None:
+    def __init__(self, startup: Startup, leases: Leases, silence_s: float) -> None:
         self._startup = startup
+        self._leases = leases
         self._tenure = Tenure(silence_s, self._expired)
         self._nap: _Nap | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -161,25 +170,38 @@ class Pauses:
                 raise Conflict(_ASLEEP)
             await self._resume(service)
 
-    async def sleep(self, caller: Caller, level: int, mode: PauseMode) -> None:
+    async def sleep(
+        self, caller: Caller, level: int, mode: PauseMode, fence: int | None = None
+    ) -> None:
         """Stop generating and hand memory back: 1 puts weights aside, 2 drops them, 0 neither.
 
+        Args:
+            caller: becomes the owner.
+            level: see above.
+            mode: what becomes of samples in flight.
+            fence: number of a lease of the caller's; sleep ends with it.
+
         Raises:
-            Conflict: somebody else has paused the engine, or dropped weights could not come back.
+            Conflict: somebody else has paused the engine, dropped weights could not come back, or
+                the lease has ended.
         """
         async with self._turn(caller) as service:
-            policy, lost = service.policies.default, level > 1
-            if lost and not policy.files:
-                raise Conflict("level 2 drops weights, and there is no checkpoint to restore")
+            if fence is not None:
+                self._leases.check(DEFAULT_POLICY, fence, owner=caller.name)
+            lost = level > 1
+            if lost:
+                _refuse_loss(service.policies)
             engine = service.supervisor.current()
             async with self._held(service, engine):
                 await control_of(engine).sleep(level, mode)
-            self._nap = _Nap(
-                engine, policy.version, lost, {WEIGHTS, KV_CACHE} if level else {SCHEDULING}
-            )
+            asleep = {WEIGHTS, KV_CACHE} if level else {SCHEDULING}
+            nap = _Nap(engine, service.policies.default.version, lost, asleep, fence)
+            self._nap = nap
             self._tenure.keep(caller.name, for_good=True)
             if level:
                 service.supervisor.put_to_sleep(_ASLEEP)
+            if fence is not None:
+                self._watching = asyncio.create_task(self._end_with_lease(nap))
 
     async def wake_up(self, caller: Caller, tags: Collection[str]) -> bool:
         """Take memory again, all of it if no tags are given; generation goes on after the last.
@@ -200,6 +222,18 @@ class Pauses:
             return True
 
     async def _wake(self, service: Service, nap: _Nap, wanted: Collection[str]) -> None:
+        try:
+            await self._take_memory(service, nap, wanted)
+        except EngineDied:
+            raise
+        except Exception as error:
+            # Some of its memory is there and some is not: it must not generate, nor be asked again.
+            why = f"it did not wake up: {error}"
+            self._let_go(service)
+            await service.supervisor.replaced(nap.engine, why)
+            raise EngineFailure(f"the engine was replaced: {why}") from error
+
+    async def _take_memory(self, service: Service, nap: _Nap, wanted: Collection[str]) -> None:
         control, policy = control_of(nap.engine), service.policies.default
         if WEIGHTS in wanted:
             await control.wake_up([WEIGHTS])
@@ -208,21 +242,34 @@ class Pauses:
         if KV_CACHE in wanted:
             # vLLM generates at once when this wakes, so the weights must be good by then.
             if nap.lost and policy.version == nap.version:
-                await self._bring_back(service, nap.engine)
+                await nap.engine.load(policy.files)
             await control.wake_up([KV_CACHE])
             nap.asleep.remove(KV_CACHE)
         if SCHEDULING in nap.asleep:
             await control.wake_up([SCHEDULING])
             nap.asleep.remove(SCHEDULING)
 
-    async def _bring_back(self, service: Service, engine: Engine) -> None:
-        try:
-            await engine.load(service.policies.default.files)
-        except Exception as error:
-            why = f"its weights did not come back after it slept: {error}"
-            await self._resume(service)
-            await service.supervisor.replaced(engine, why)
-            raise EngineFailure(f"the engine was replaced: {why}") from error
+    async def _end_with_lease(self, nap: _Nap) -> None:
+        """Wake the engine when the lease has ended under which it was put to sleep."""
+        # A lease that runs out tells nobody.
+        while self._nap is nap and self._is_leased(nap):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        service = self._startup.service
+        async with service.publisher.applying:
+            if self._nap is not nap:
+                return
+            log.warning("the engine wakes up: lease %s of %r ended", nap.fence, self._tenure.owner)
+            try:
+                if service.supervisor.runs(nap.engine):
+                    await self._wake(service, nap, set(nap.asleep))
+                await self._resume(service)
+            except (EngineDied, EngineFailure, EngineUnavailable) as error:
+                log.error("it did not: %s", error)
+                self._let_go(service)
+
+    def _is_leased(self, nap: _Nap) -> bool:
+        lease = self._leases.current(DEFAULT_POLICY)
+        return lease is not None and lease.fence == nap.fence
 
     @contextlib.asynccontextmanager
     async def _turn(self, caller: Caller) -> AsyncIterator[Service]:
@@ -256,11 +303,15 @@ class Pauses:
         except Exception as error:
             await service.supervisor.replaced(engine, f"it does not resume after a pause: {error}")
 
-    async def _resume(self, service: Service) -> None:
+    def _let_go(self, service: Service) -> None:
+        """Nobody has paused the engine any more; it stays as it is."""
         self._nap = None
         self._tenure.end()
         service.supervisor.put_to_sleep(None)
         service.supervisor.hold(False)
+
+    async def _resume(self, service: Service) -> None:
+        self._let_go(service)
         with contextlib.suppress(EngineUnavailable):  # one that comes up will not be paused
             await self._go_on(service, service.supervisor.current())
 
@@ -271,6 +322,17 @@ class Pauses:
             if self._tenure.is_over:
                 with contextlib.suppress(EngineDied):
                     await self._resume(service)
+
+
+def _refuse_loss(policies: Policies) -> None:
+    """Raise Conflict if weights that are dropped could not come back."""
+    if not policies.default.files:
+        raise Conflict("level 2 drops weights, and there is no checkpoint to restore")
+    if adapters := [policy.name for policy in policies if policy.adapter]:
+        raise Conflict(
+            f"level 2 drops weights, those of LoRA policies {', '.join(adapters)} too: "
+            "use level 1, or delete them"
+        )
 
 
 def _wanted(nap: _Nap, tags: Collection[str]) -> Collection[str]:

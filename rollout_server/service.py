@@ -34,6 +34,7 @@ from rollout_server.settings import ServerSettings
 from rollout_server.spool import Spool, open_spool
 from rollout_server.staging import UploadLimits, UploadSlots
 from rollout_server.supervisor import Supervisor
+from rollout_server.vllm_control import max_sleep_level
 from shared.errors import EngineUnavailable, TitoError
 from shared.protocol import (
     DEFAULT_POLICY,
@@ -66,6 +67,7 @@ class Service:
     rollouts: RolloutService
     jobs: Jobs
     scores: ScoreService
+    max_sleep_level: int
 
     def check_ready(self) -> None:
         """Raise EngineUnavailable, with the reason, unless samples can be generated."""
@@ -92,6 +94,7 @@ class Service:
                 "max_queued_tokens": settings.max_queued_tokens,
                 "max_body_bytes": settings.max_body_bytes,
                 "max_upload_bytes": settings.max_upload_bytes,
+                "max_sleep_level": self.max_sleep_level,
             },
         )
 
@@ -222,6 +225,7 @@ class Startup:
             rollouts,
             jobs,
             scores,
+            max_sleep_level(supervisor.current()) if settings.rl_routes else 0,
         )
 
 

@@ -18,6 +18,11 @@ UpdateInfo = dict[str, Any] | list[dict[str, Any]]
 class Control(Protocol):
     """Every method may raise EngineDied, or EngineFailure with what the workers said."""
 
+    @property
+    def hands_memory_back(self) -> bool:
+        """Whether sleep frees any."""
+        ...
+
     def world_size(self, *, include_dp: bool) -> int:
         """How many workers there are."""
         ...
@@ -59,6 +64,14 @@ class Control(Protocol):
         ...
 
 
+def max_sleep_level(engine: Engine) -> int:
+    """The deepest sleep at which an engine hands memory back; 0 if at none."""
+    try:
+        return 2 if control_of(engine).hands_memory_back else 0
+    except Conflict:
+        return 0
+
+
 def control_of(engine: Engine) -> Control:
     """The controls of an engine.
 
@@ -78,6 +91,10 @@ class VLLMControl:
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
         self._llm = engine.llm
+
+    @property
+    def hands_memory_back(self) -> bool:
+        return bool(self._llm.model_config.enable_sleep_mode)
 
     def world_size(self, *, include_dp: bool) -> int:
         parallel = self._llm.vllm_config.parallel_config

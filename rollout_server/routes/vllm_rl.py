@@ -121,10 +121,10 @@ async def is_paused(request: Request, _: AnyCaller) -> Response:
 
 @router.post("/sleep", summary="vLLM: pause, and hand memory back")
 async def sleep(request: Request, caller: Writer) -> Response:
-    """Until the same caller wakes it; rollouts and publishes are answered 503 meanwhile."""
+    """Until the same caller wakes it, or its lease ends; else nothing is served meanwhile."""
     query = read_query(request, SleepQuery)
-    level = int(query.level)
-    await pauses_of(request).sleep(caller, level, _MODES[query.mode])
+    level, fence = int(query.level), whole_number(FENCE_HEADER, request.headers.get(FENCE_HEADER))
+    await pauses_of(request).sleep(caller, level, _MODES[query.mode], fence)
     return JSONResponse({"status": "sleeping", "level": level})
 
 

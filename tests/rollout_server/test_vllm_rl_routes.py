@@ -21,7 +21,7 @@ from rollout_server.pauses import Tenure
 from rollout_server.settings import ServerSettings
 from rollout_server.vllm_control import UpdateInfo
 from rollout_server.weight_receiver import Spill
-from shared.errors import Conflict, EngineFailure
+from shared.errors import Conflict, EngineFailure, WeightsRejected
 from shared.protocol import FENCE_HEADER, PauseMode
 from tests.rollout_server.engines import (
     Running,
@@ -64,11 +64,15 @@ class TransferEngine(FakeEngine):
         wire: tensors that a trainer would send.
         hang: receiving waits for it.
         receive_errors: raised by the next receives.
+        wake_errors: raised by the next calls to wake up.
     """
+
+    hands_memory_back = True
 
     wire: Tensors = field(default_factory=dict)
     hang: threading.Event = field(default_factory=threading.Event)
     receive_errors: list[Exception] = field(default_factory=list)
+    wake_errors: list[Exception] = field(default_factory=list)
     spill: Spill | None = None
     modes: list[PauseMode] = field(default_factory=list)
 
@@ -96,6 +100,8 @@ class TransferEngine(FakeEngine):
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
         self.calls.append(f"wake {' '.join(tags)}")
+        if self.wake_errors:
+            raise self.wake_errors.pop(0)
         self.paused = tags == ["weights"]
         return not self.paused
 
@@ -159,6 +165,13 @@ class Server:
     def holder(self) -> str | None:
         lease = self.get("/policies/default")["lease"]
         return None if lease is None else lease["owner"]
+
+    def leased(self, seconds: float) -> str:
+        """Number of a lease that nobody will renew."""
+        asked = {"holder": "dead", "ttl_seconds": seconds}
+        headers = {"accept": "application/json"}
+        answer = self.post("/policies/default/lease", json=asked, headers=headers)
+        return str(answer.json()["fence"])
 
     def rolls(self) -> bool:
         """Whether a rollout is answered within a moment."""
@@ -422,6 +435,68 @@ class TestSleep:
         eventually(lambda: httpx.get(f"{server.up.url}/readyz").status_code == 200)
         assert server.post("/wake_up").json()["status"] == "awake"
         eventually(server.rolls)
+
+    def test_info_tells_whether_it_helps(
+        self, server: Server, tiny_model: Path, tmp_path: Path, first: Weights
+    ) -> None:
+        assert server.up.client.info().limits["max_sleep_level"] == 2
+        up, _ = start(tiny_model, tmp_path, first, rl_routes=False)
+        with up as live:
+            assert live.client.info().limits["max_sleep_level"] == 0
+
+    def test_a_publish_that_is_refused_leaves_the_dropped_weights_to_be_restored(
+        self, server: Server, first: Weights, second: Weights
+    ) -> None:
+        server.up.client.reload(lazy(first.tensors))
+        server.post("/sleep?level=2")
+        server.post("/wake_up?tags=weights")
+        with pytest.raises(WeightsRejected):
+            server.up.client.reload(lazy(second.tensors)[1:])
+        assert server.engine.loaded == [first.digest]
+        server.engine.load_errors.append(EngineFailure("torn"))
+        with pytest.raises(EngineFailure, match="version 1 is live again"):
+            server.up.client.reload(lazy(second.tensors))
+        assert server.live == (1, first.digest)
+        assert not server.rolls()
+        assert server.post("/wake_up").json()["status"] == "awake"
+        assert server.engine.loaded[-1] == first.digest
+        assert server.rolls()
+
+    def test_an_engine_that_does_not_wake_up_never_generates_again(self, server: Server) -> None:
+        server.post("/sleep?level=1")
+        engine = server.engine
+        engine.wake_errors.append(RuntimeError("no memory"))
+        answer = server.post("/wake_up")
+        assert answer.status_code == 500
+        assert "no memory" in error_of(answer)["message"]
+        assert engine.calls[-2:] == ["wake weights", "shutdown"]
+        assert server.rolls()
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_it_ends_with_the_lease_of_a_trainer_that_died(
+        self, server: Server, second: Weights, level: int
+    ) -> None:
+        server.up.client.reload(lazy(second.tensors))
+        headers = {FENCE_HEADER: server.leased(seconds=2.0)}
+        assert server.post(f"/sleep?level={level}", headers=headers).status_code == 200
+        assert not server.rolls()
+        eventually(server.rolls, 30)
+        assert server.live == (1, second.digest)
+        woken = ["wake weights", *(["load"] if level == 2 else []), "wake kv_cache", "resume"]
+        assert server.engine.calls[-len(woken) :] == woken
+        assert server.get("/is_sleeping") == {"is_sleeping": False}
+        late = server.post(f"/sleep?level={level}", headers=headers)
+        assert late.status_code == 409
+        assert server.rolls()
+        assert server.post("/wake_up").json()["status"] == "awake"  # as it would be anyway
+
+    def test_an_engine_that_does_not_wake_with_the_end_of_a_lease_is_replaced(
+        self, server: Server
+    ) -> None:
+        server.post("/sleep", headers={FENCE_HEADER: server.leased(seconds=2.0)})
+        server.engine.wake_errors.append(RuntimeError("no memory"))
+        eventually(lambda: len(server.engines) == 2, 30)
+        eventually(server.rolls, 30)
 
 
 class TestUpdates:

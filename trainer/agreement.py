@@ -5,7 +5,8 @@ Training on any of them would go on without an error and teach something else th
 
 from __future__ import annotations
 
-from trainer.errors import MismatchError
+from shared.protocol import ServerInfo
+from trainer.errors import ConfigError, MismatchError
 
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
@@ -28,6 +29,22 @@ def refuse_other_tokenizer(theirs: str, ours: str) -> None:
         raise MismatchError(
             f"the server's tokenizer ({theirs}) is not that of model.path ({ours})",
             advice="start the server with the model that is trained: --model as in model.path",
+        )
+
+
+def refuse_sleepless(info: ServerInfo, level: int) -> None:
+    """Raise unless a server hands memory back when it is put to sleep so deep.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    deepest = info.limits.get("max_sleep_level", 0)
+    if level > deepest:
+        raise ConfigError(
+            f"server.sleep is {level}, but the server hands no memory back at that level (it says "
+            f"{deepest})",
+            advice="set server.sleep = 0, or start the server on a GPU, with --sleep-mode and "
+            "--rl-routes",
         )
 
 

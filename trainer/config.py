@@ -90,6 +90,11 @@ class ServerConfig(_Section):
         description="delta sends what has changed, at the price of a copy of the weights for each "
         "server in this process's memory; publish_dtype must be what the servers serve.",
     )
+    sleep: Literal[0, 1, 2] = Field(
+        default=0,
+        description="For a server on the GPU that trains: it sleeps while the trainer steps. 1 "
+        "keeps its weights in host memory, 2 drops them, 0 never sleeps.",
+    )
     report_rewards: bool = Field(
         default=True, description="Send scores back, for the servers' pages to show."
     )
@@ -98,6 +103,8 @@ class ServerConfig(_Section):
     def _differ(self) -> Self:
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError("urls names a server twice")
+        if self.sleep and len(self.every_url()) > 1:
+            raise ValueError("sleep is for the one server that shares the trainer's GPU")
         return self
 
     def every_url(self) -> tuple[str, ...]:
@@ -419,6 +426,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         self.resolved_objective()
+        if self.server.sleep and self.train.max_staleness:
+            raise ValueError(
+                "server.sleep with train.max_staleness above 0: a server that sleeps while the "
+                "trainer steps cannot sample for later steps meanwhile"
+            )
         evaluation, arithmetic = self.evaluation, self.data.source == "arithmetic"
         if arithmetic and evaluation.path is not None:
             raise ValueError("evaluation.path: arithmetic has held-out problems of its own")

@@ -64,6 +64,18 @@ class Run:
     began: RunState
     resumed: bool
 
+    def borrow_memory(self) -> None:
+        """Let a server that shares this GPU sleep while the trainer steps, if it is to."""
+        if self.config.server.sleep:
+            with self.log.phase("putting the server to sleep"):
+                self.servers.sleep()
+            self.log.problem("sleep", self.servers.troubles())
+
+    def return_memory(self) -> None:
+        """Let go of what torch keeps for later, for a server that is about to wake up."""
+        if self.config.server.sleep and self.learner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def publish(self, step: int) -> None:
         """Make the servers sample from the model as it is, which is that after ``step``."""
         with self.log.phase("publishing"):
@@ -186,6 +198,7 @@ def _servers(config: Config, learner: Learner, began: RunState) -> ServerPool:
         holder=_holder(Path(config.train.output)),
         fingerprint=learner.fingerprint,
         patience=config.server.ready_timeout,
+        sleep_level=config.server.sleep,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shared.client import RolloutClient
 from shared.errors import ServerUnreachable, TitoError
@@ -27,6 +29,7 @@ class Server:
         trouble: why it was set aside, or that it was not asked yet.
         ready: whether it has been seen ready since.
         lease: the right to publish to it.
+        sleeps: it was put to sleep, and not woken since.
         samples, last_asked: how many it works on for this run; when the last were asked for.
     """
 
@@ -38,6 +41,7 @@ class Server:
         self.trouble: TitoError = ServerUnreachable(f"no answer from {url} yet")
         self.ready = False
         self.lease: Lease | None = None
+        self.sleeps = False
         self.samples = 0
         self.last_asked = 0.0
         self._probe = probe
@@ -65,6 +69,26 @@ class Server:
         if self.lease is not None:
             self.lease.__exit__()
             self.lease = None
+
+    def sleep(self, level: int) -> None:
+        """Let it hand memory back until :meth:`woken`, or until its lease ends."""
+        assert self.lease is not None
+        self.client.sleep(level, fence=self.lease.fence)
+        self.sleeps = True
+
+    @contextmanager
+    def woken(self) -> Iterator[None]:
+        """Inside, it can take weights; afterwards it generates, whatever became of them."""
+        if not self.sleeps:
+            yield
+            return
+        # However this ends: one that fails to wake up has its engine replaced.
+        self.sleeps = False
+        self.client.wake_up("weights")
+        try:
+            yield
+        finally:
+            self.client.wake_up()
 
     def close(self) -> None:
         """Close the connections; requests under way fail."""

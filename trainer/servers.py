@@ -30,7 +30,7 @@ from shared.errors import (
     TitoError,
 )
 from shared.protocol import ReloadResult, Rollout
-from trainer.agreement import refuse_other_tokenizer
+from trainer.agreement import refuse_other_tokenizer, refuse_sleepless
 from trainer.background import in_background
 from trainer.published import Published
 from trainer.server import Server
@@ -61,6 +61,7 @@ class ServerPool:
         holder: name on the leases. The run's, so that resuming takes those of a dead process over.
         fingerprint: of the trainer's tokenizer, which every server must share.
         patience: seconds to wait while there is no current server at all.
+        sleep_level: how deep they sleep in :meth:`sleep`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ServerPool:
         holder: str,
         fingerprint: str,
         patience: float,
+        sleep_level: int = 0,
     ) -> None:
         self.published = published
         self.latest = ReloadResult(0, "")
@@ -81,6 +83,7 @@ class ServerPool:
         self._holder = holder
         self._fingerprint = fingerprint
         self._patience = patience
+        self._sleep_level = sleep_level
         self._step = 0
         self._closed = threading.Event()
         self._changed = threading.Condition()
@@ -125,16 +128,33 @@ class ServerPool:
             WeightsRejected: the weights are unfit for any server.
             Conflict: somebody else holds a server's lease.
             MismatchError: a server has another tokenizer.
+            ConfigError: a server cannot sleep as it is to.
             ServerUnreachable, EngineUnavailable, ...: no server took it, for all of the patience.
         """
         self._step = step
         self._bring([server for server in self._servers if server.live or server.ready])
         self.ensure()
 
+    def sleep(self) -> None:
+        """Let the servers hand memory back until the next ``publish`` or ``keep``, if they are to.
+
+        One that does not is set aside.
+        """
+        for server in self.current if self._sleep_level else ():
+            try:
+                server.sleep(self._sleep_level)
+            except (*_UNFIT, Conflict) as error:
+                self._refused(server, error)
+
     def keep(self, step: int) -> None:
         """The model was not changed by ``step``: what the servers have is the policy after it."""
         self._step = step
         for server in self.current:
+            try:
+                with server.woken():
+                    pass
+            except (*_UNFIT, Conflict) as error:
+                self._refused(server, error)
             if server.live is not None:
                 self.published.note(server.live.digest, step)
 
@@ -165,9 +185,11 @@ class ServerPool:
             if server.live is None:
                 info = server.take_lease(self._holder)
                 refuse_other_tokenizer(info.tokenizer, self._fingerprint)
+                refuse_sleepless(info, self._sleep_level)
                 self.vocab_size = info.vocab_size
             assert server.lease is not None
-            result = self._publish(server.client, server.lease.fence)
+            with server.woken():
+                result = self._publish(server.client, server.lease.fence)
         except _UNFIT as error:
             self._refused(server, error)
         except Conflict as error:

@@ -105,9 +105,11 @@ def take_step(run: Run, step: int) -> None:
         run.log.problem("rewards are not shown", report(run.servers, rollout, outcomes, run.reward))
 
     # 3. Advantages within each group, and a step of AdamW towards the better answers.
+    run.borrow_memory()
     with run.log.phase("training"):
         chosen = training_set(rollout, outcomes, fates, run.learner)
         update = learn(run.learner, chosen, run.config)
+    run.return_memory()
     times.append(time.perf_counter())
 
     # 4. The servers sample from the changed model from here on.

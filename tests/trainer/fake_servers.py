@@ -55,19 +55,23 @@ class FakeServer:
     Args:
         model: directory with the tokenizer and the weights of version 0.
         scratch: where it stages what it is sent.
+        engine_class: of its engines.
     """
 
-    def __init__(self, model: Path, scratch: Path) -> None:
+    def __init__(
+        self, model: Path, scratch: Path, engine_class: type[WordyEngine] = WordyEngine
+    ) -> None:
+        self.engine_class = engine_class
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._settings = ServerSettings(model=str(model), staging_dir=scratch)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self.engine = WordyEngine()
+        self.engine = engine_class()
 
     def start(self) -> None:
         """Come up, with the weights of version 0 and no memory of leases."""
-        self.engine = WordyEngine()
+        self.engine = self.engine_class()
         app = create_app(self._settings, build_engine=lambda _: self.engine)
         config = uvicorn.Config(
             app, host="127.0.0.1", port=self.port, log_level="critical", access_log=False
@@ -87,9 +91,11 @@ class FakeServer:
 
 
 @contextlib.contextmanager
-def fake_servers(model: Path, scratch: Path, count: int) -> Iterator[list[FakeServer]]:
+def fake_servers(
+    model: Path, scratch: Path, count: int, engine_class: type[WordyEngine] = WordyEngine
+) -> Iterator[list[FakeServer]]:
     """Some servers, started."""
-    servers = [FakeServer(model, scratch / str(number)) for number in range(count)]
+    servers = [FakeServer(model, scratch / str(n), engine_class) for n in range(count)]
     try:
         for server in servers:
             server.start()

@@ -18,8 +18,9 @@ from rollout_server.quotas import Cost
 from rollout_server.seam import cut_at_stop
 from rollout_server.seeds import seeded
 from rollout_server.supervisor import Supervisor
+from shared.arrays import IdArray
 from shared.errors import InvalidRequest, Problem
-from shared.protocol import Group, IdArray, Purpose, Rollout, Sample, Span
+from shared.protocol import Group, Purpose, Rollout, Sample, Span
 from shared.requests import BegunCompletion, Prompt, RolloutRequest, SamplingSettings
 
 # What would make the sampler's distribution differ from the one that the trainer computes (law 3).

@@ -27,7 +27,6 @@ from shared.protocol import (
     MSGPACK,
     PROTOCOL_VERSION,
     SAFETENSORS,
-    IdArray,
     PauseMode,
     ReloadResult,
     Rollout,
@@ -37,6 +36,7 @@ from shared.protocol import (
 from shared.weights import LazyTensor, stream_checkpoint, stream_length
 
 if TYPE_CHECKING:
+    from shared.arrays import IdArray
     from shared.delta_sender import DeltaBase
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -262,7 +262,8 @@ def _reload(
 
 def _read_reload(document: Any) -> ReloadResult:
     try:
-        return ReloadResult(document["version"], document["digest"], document["timings"])
+        durable = document.get("durable", True)  # older servers know nothing else
+        return ReloadResult(document["version"], document["digest"], document["timings"], durable)
     except (KeyError, TypeError) as error:
         raise MalformedBody(f"not a /reload answer: {error!r}") from None
 

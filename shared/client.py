@@ -30,7 +30,6 @@ from shared.incoming import Incoming, new_key
 from shared.lease import AsyncLease, Lease
 from shared.protocol import (
     DEFAULT_POLICY,
-    IdArray,
     ReloadResult,
     Rollout,
     Sample,
@@ -43,6 +42,7 @@ from shared.streams import AsyncRolloutStream, RolloutStream
 if TYPE_CHECKING:
     import httpx
 
+    from shared.arrays import IdArray
     from shared.delta_sender import DeltaBase
     from shared.weights import LazyTensor
 

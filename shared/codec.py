@@ -19,8 +19,6 @@ from shared.protocol import (
     MSGPACK,
     FinishReason,
     Group,
-    IdArray,
-    LogprobArray,
     Rollout,
     Sample,
     Score,
@@ -29,6 +27,8 @@ from shared.protocol import (
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from shared.arrays import IdArray, LogprobArray
 
 _SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 _IDS = "<i4"

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from shared.arrays import IdArray, LogprobArray
 
 PROTOCOL_VERSION = 1
 
@@ -50,9 +49,6 @@ MAX_PROMPTS = 16384
 MAX_DEADLINE_S = 86400.0
 MAX_FRAME_BYTES = 1 << 29
 """Longest frame of a stream, without its length: 512 MiB."""
-
-IdArray: TypeAlias = "NDArray[np.int32]"
-LogprobArray: TypeAlias = "NDArray[np.float32]"
 
 
 class Purpose(StrEnum):
@@ -232,11 +228,13 @@ class ReloadResult:
         version: the number that the live policy has from now on.
         digest: digest of the weights as served (after the cast to the server's dtype).
         timings: seconds for each stage: upload, verify, pause, load, resume.
+        durable: there is a copy of them, from which they survive the engine's death.
     """
 
     version: int
     digest: str
     timings: dict[str, float] = field(default_factory=dict)
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

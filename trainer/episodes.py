@@ -14,13 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.client import RolloutClient
 from shared.protocol import Group, Sample, Span
+
+if (
+    TYPE_CHECKING
+):  # the types of inherited fields, which a tool that makes documentation looks for here
+    from shared.arrays import IdArray, LogprobArray  # noqa: F401
+    from shared.protocol import FinishReason  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,7 @@ from shared.errors import TitoError
 from shared.protocol import MSGPACK
 from trainer.errors import CheckpointError
 from trainer.files import flush
+from trainer.sharding import spread_optimizer, whole_model, whole_optimizer
 
 _PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
@@ -81,10 +82,10 @@ def save_checkpoint(
     unfinished = root / f"{_UNFINISHED}{target.name}"
     _clean(root)
     (unfinished / "model").mkdir(parents=True)
-    model.save_pretrained(unfinished / "model")
+    model.save_pretrained(unfinished / "model", state_dict=whole_model(model))
     tokenizer.save_pretrained(unfinished / "model")
     state = {
-        "optimizer": optimizer.state_dict(),
+        "optimizer": whole_optimizer(optimizer),
         "scheduler": scheduler.state_dict(),
         "random": random_states(),
     }
@@ -156,7 +157,7 @@ def restore_trainer(
     try:
         # weights_only: a checkpoint from elsewhere must not be able to run code.
         state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(spread_optimizer(state["optimizer"], optimizer))
         scheduler.load_state_dict(state["scheduler"])
         restore_random_states(state["random"])
     except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the checkpoint

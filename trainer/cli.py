@@ -2,6 +2,7 @@
 
     python -m trainer init [DIR]
     python -m trainer train CONFIG.toml [section.key=value ...] [--resume] [--dry-run]
+    torchrun --nproc-per-node N -m trainer train CONFIG.toml ...
     python -m trainer doctor CONFIG.toml [section.key=value ...]
     python -m trainer eval CONFIG.toml [section.key=value ...] [--checkpoint base|latest|DIR ...]
     python -m trainer replay RUN --step N
@@ -220,10 +221,17 @@ def _train(args: argparse.Namespace, console: Console) -> int:
         console.print(Text(to_toml(config)), end="")
         return 0
     from trainer.checkpoint import checkpoints
+    from trainer.follower import follow
+    from trainer.ranks import ranks_of
     from trainer.train import train
 
-    begun = args.resume_if_begun and checkpoints(Path(config.train.output) / "checkpoints")
-    return 0 if train(config, resume=args.resume or bool(begun), console=console) else 130
+    with ranks_of(config.model.device) as ranks:
+        if ranks.rank > 0:
+            follow(config, ranks)
+            return 0
+        begun = args.resume_if_begun and checkpoints(Path(config.train.output) / "checkpoints")
+        resume = args.resume or bool(begun)
+        return 0 if train(config, resume=resume, console=console, ranks=ranks) else 130
 
 
 def _eval(args: argparse.Namespace, console: Console) -> int:
@@ -346,6 +354,8 @@ def _tiny_policy(args: argparse.Namespace, console: Console) -> int:
 
 
 def _print_error(error: TitoError) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # all processes of torchrun meet the same one
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text(f"error: {error}", style="red"))
     where = Text("(--traceback shows where this was raised)", style="dim")

@@ -20,6 +20,8 @@ from trainer.lora import add_lora
 from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
+from trainer.ranks import ALONE, Ranks
+from trainer.sharding import shard
 
 _OTHER_MODEL = "set model.path to a checkpoint's directory, or to the name of one on the hub"
 
@@ -34,6 +36,7 @@ class Learner:
         fingerprint: of the tokenizer, to be compared with the server's.
         pad_id: fills the batch; nothing depends on which id it is.
         unpacked: why sequences are padded, not packed; empty when they are packed.
+        ranks: the processes over which the model is spread.
     """
 
     model: PreTrainedModel
@@ -46,9 +49,10 @@ class Learner:
     fingerprint: str
     pad_id: int
     unpacked: str = ""
+    ranks: Ranks = ALONE
 
 
-def build_learner(config: Config, checkpoint: Path | None) -> Learner:
+def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE) -> Learner:
     """Load the model, from ``checkpoint`` if the run goes on from one, with its optimizer.
 
     Random states come from the checkpoint or the seed, and are set last, because loading draws.
@@ -57,7 +61,7 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
         ConfigError: the model cannot be loaded.
         CheckpointError: the checkpoint does not fit.
     """
-    device = torch.device(_device(config.model.device))
+    device = _device(config, ranks)
     objective = config.resolved_objective()
     source = str(checkpoint / "model") if checkpoint else config.model.path
     model, tokenizer = _load(source, config, device)
@@ -74,6 +78,9 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
     unpacked = _choose_packing(config, models)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if ranks.size > 1:
+        for each in models:
+            shard(each, ranks)
     optimizer = build_optimizer(model, config.optimizer)
     scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
     if checkpoint:
@@ -91,13 +98,21 @@ def build_learner(config: Config, checkpoint: Path | None) -> Learner:
         fingerprint=tokenizer_fingerprint(tokenizer),
         pad_id=tokenizer.pad_token_id or 0,
         unpacked=unpacked,
+        ranks=ranks,
     )
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(config: Config, ranks: Ranks) -> torch.device:
+    if ranks.size > 1 and config.model.lora.rank:
+        raise ConfigError(
+            "model.lora does not work with several ranks",
+            advice="start one process: an adapter leaves little to spread",
+        )
+    name = config.model.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    own = ranks.size > 1 and name == "cuda"
+    return torch.device(name, ranks.local_rank) if own else torch.device(name)
 
 
 def _load(

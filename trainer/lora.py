@@ -20,6 +20,8 @@ from peft import LoraConfig as PeftLora
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from trainer.sharding import whole
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -86,7 +88,7 @@ class Merged:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         if self.layer is None:
-            return self.base
+            return whole(self.base)
         # In float32 at least: the product of two bfloat16 factors is finer than their sum.
         wide = torch.promote_types(self.base.dtype, torch.float32)
         down = self.layer.get_parameter(f"lora_A.{ADAPTER}.weight").to(wide)

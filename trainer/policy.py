@@ -18,6 +18,7 @@ from trainer.batch import scoring_positions
 from trainer.head import head_of, logprobs_and_entropy
 from trainer.lora import ADAPTER, base_of
 from trainer.packing import is_packed, pack
+from trainer.sharding import inside
 
 _PROBE_TOKENS = 4
 
@@ -139,9 +140,10 @@ def token_logprobs(
     Raises:
         ValueError: the temperature is not positive, or ``mask`` is true at token 0.
     """
-    logprobs_NT, _ = _score(
-        model, input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, False
-    )
+    logprobs_NT, _ = inside(
+        model, _score,
+        input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, False,
+    )  # fmt: skip
     return logprobs_NT
 
 
@@ -159,9 +161,10 @@ def token_logprobs_and_entropy(
 
     The entropy, in nats, is for watching and carries no gradient.
     """
-    logprobs_NT, entropy_NT = _score(
-        model, input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, True
-    )
+    logprobs_NT, entropy_NT = inside(
+        model, _score,
+        input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, True,
+    )  # fmt: skip
     assert entropy_NT is not None
     return logprobs_NT, entropy_NT
 

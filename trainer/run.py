@@ -33,6 +33,7 @@ from trainer.learner import Learner, build_learner
 from trainer.progress import LOSS_NOTE, ProgressLog
 from trainer.prompts import Task, held_out_tasks, training_prompts
 from trainer.published import Published
+from trainer.ranks import ALONE, BEGIN, Ranks
 from trainer.rewards import Reward, open_reward
 from trainer.sampler import Sampler
 from trainer.server import Server
@@ -128,7 +129,9 @@ def connect(config: Config, url: str | None = None, timeout: float | None = None
 
 
 @contextmanager
-def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterator[Run]:
+def open_run(
+    config: Config, *, resume: bool, console: Console | None, ranks: Ranks = ALONE
+) -> Iterator[Run]:
     """Everything a run needs, from its beginning or from its newest checkpoint.
 
     Raises:
@@ -142,7 +145,8 @@ def open_run(config: Config, *, resume: bool, console: Console | None) -> Iterat
     held_out = held_out_tasks(config)
     # Bars of other libraries would tear the lines that this one prints.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    learner = build_learner(config, checkpoint)
+    ranks.tell_all(BEGIN, checkpoint=str(checkpoint) if checkpoint else None)
+    learner = build_learner(config, checkpoint, ranks)
     output.mkdir(parents=True, exist_ok=True)
     replace_text(output / "config.toml", to_toml(config))
     (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
@@ -226,6 +230,8 @@ def _starting_point(checkpoints: Path, *, resume: bool) -> Path | None:
 def _announce(log: ProgressLog, config: Config, learner: Learner, began: RunState) -> None:
     log.say(to_toml(config), "dim")
     log.say(learner.objective.formula())
+    if learner.ranks.size > 1:
+        log.say(f"the model is spread over {learner.ranks.size} ranks")
     log.say(f"sequences are {'padded: ' + learner.unpacked if learner.unpacked else 'packed'}")
     log.say(LOSS_NOTE, "dim")
     if began.step:

@@ -26,14 +26,23 @@ from trainer.ledger import StepLedger
 from trainer.memory import lack_told
 from trainer.metrics import measure
 from trainer.prompts import Task
+from trainer.ranks import ALONE, Ranks
 from trainer.rewards import refuse_no_verdict, score_rollout
 from trainer.run import Run, how_to_resume, open_run
 from trainer.stopping import stop_on_signals
 from trainer.update import learn, training_set
 
 
-def train(config: Config, *, resume: bool = False, console: Console | None = None) -> bool:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    ranks: Ranks = ALONE,
+) -> bool:
     """Run the loop, from its beginning or, with ``resume``, from the newest checkpoint.
+
+    Of several processes that train together it is for rank 0; the others follow it.
 
     ``train.output`` gets its configuration, metrics, ledger, evaluations and checkpoints. On Ctrl-C
     or SIGTERM the step is finished and a checkpoint written.
@@ -44,7 +53,7 @@ def train(config: Config, *, resume: bool = False, console: Console | None = Non
     Raises:
         TitoError: with a message for the person who started the run.
     """
-    with lack_told(config), open_run(config, resume=resume, console=console) as run:
+    with lack_told(config), open_run(config, resume=resume, console=console, ranks=ranks) as run:
         # Whatever the servers held before, the first samples must come from this model.
         step = run.began.step
         run.publish(step)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.protocol import Rollout, Sample
 from trainer.advantages import decoupled_advantages, group_advantages
-from trainer.batch import Batch, collate, micro_batches
+from trainer.batch import Batch, collate
 from trainer.config import Config
 from trainer.errors import TrainerError
 from trainer.grpo import LossSums, policy_loss, token_weights
@@ -24,7 +25,10 @@ from trainer.ledger import NEVER_SCORED, Fate
 from trainer.lora import adapter_off
 from trainer.objective import Objective
 from trainer.policy import token_logprobs
+from trainer.ranks import Ranks
 from trainer.rewards import Outcome, Score
+from trainer.sharding import clip_gradient
+from trainer.shares import Share, hand_out
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ def _advantages(scores: Sequence[Score], group_ids_N: Tensor, objective: Objecti
 def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
     """Update the model ``updates_per_rollout`` times, each time with all chosen samples.
 
+    With several ranks this is for rank 0, which gives the others their share.
+
     Raises:
         TrainerError: the gradient is not finite. The model is as it was before that update.
     """
@@ -127,8 +133,14 @@ def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
     )
     # A row longer than the limit gets a micro-batch to itself rather than ending the run.
     limit = max(config.train.micro_batch_tokens, int(whole.lengths.max()))
-    packed = not learner.unpacked
-    parts = [part.to(learner.device) for part in micro_batches(whole, limit, packed=packed)]
+    share = Share(whole, chosen.advantages_N, weights_NT, limit)
+    return learn_share(learner, hand_out(share, learner.ranks), config)
+
+
+def learn_share(learner: Learner, share: Share, config: Config) -> Update:
+    """One rank's part in ``learn``; the gradient and the figures are those of all ranks."""
+    ranks, packed = learner.ranks, not learner.unpacked
+    parts = [part.to(learner.device) for part in share.micro_batches(ranks, packed=packed)]
     references = [_reference_logprobs(learner, part, config) for part in parts]
     starts = [_logprobs_at_start(learner, part, config) for part in parts]
     tally = _Tally()
@@ -140,9 +152,9 @@ def learn(learner: Learner, chosen: TrainingSet, config: Config) -> Update:
                 logprobs=logprobs,
                 old_logprobs=logprobs if start is None else start,
                 sampler_logprobs=part.sampler_logprobs,
-                advantages=part.take(chosen.advantages_N),
+                advantages=part.take(share.advantages_N),
                 mask=part.completion_mask,
-                weights=part.take(weights_NT),
+                weights=part.take(share.weights_NT),
                 ref_logprobs=reference,
             )
             torch.autograd.backward(loss)
@@ -195,7 +207,7 @@ def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
 
 def _step_optimizer(learner: Learner, max_norm: float) -> float:
     """Clip, step, and clear the gradient; returns its norm before clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters(), max_norm)
+    norm = clip_gradient(learner.model, max_norm)
     if not torch.isfinite(norm):
         # Stepping would fill the model with NaN, and every later step would be for nothing.
         raise TrainerError(
@@ -221,17 +233,30 @@ class _Tally:
 
     def summary(self, learner: Learner) -> Update:
         assert self.sums is not None
-        means, updates = self.sums.metrics(), len(self.norms)
+        sums = _over_ranks(self.sums, learner.ranks)
+        means, updates = sums.metrics(), len(self.norms)
         return Update(
             updates=updates,
             loss_tokens=int(means["tokens"]) // updates,
             loss=means["loss"] / updates,
-            kl_sampler=float(self.drift) / max(means["tokens"], 1.0),
+            kl_sampler=float(learner.ranks.reduced(self.drift)) / max(means["tokens"], 1.0),
             kl_reference=means["kl"] if learner.objective.beta > 0 else math.nan,
             ratio=means["ratio"],
             clipped=means["clipped_low"] + means["clipped_high"],
-            masked_tokens=int(self.sums.dropped) // updates,
-            masked_by_length=self.sums.dropped_shares(),
+            masked_tokens=int(sums.dropped) // updates,
+            masked_by_length=sums.dropped_shares(),
             gradient_norm=sum(self.norms) / updates,
             learning_rate=learner.optimizer.param_groups[0]["lr"],
         )
+
+
+def _over_ranks(sums: LossSums, ranks: Ranks) -> LossSums:
+    """The same over the tokens of all ranks."""
+    if ranks.size == 1:
+        return sums
+    added = {x.name: getattr(sums, x.name) for x in fields(sums) if x.name != "max_log_ratio"}
+    flat = ranks.reduced(torch.cat([x.double().flatten() for x in added.values()]))
+    parts = torch.split(flat, [x.numel() for x in added.values()])
+    joined = {n: part.view(x.shape) for (n, x), part in zip(added.items(), parts, strict=True)}
+    largest = ranks.reduced(sums.max_log_ratio, dist.ReduceOp.MAX)
+    return LossSums(**joined, max_log_ratio=largest)

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo browser test test-slow test-compose lint bench clean
+.PHONY: help setup demo browser test test-slow test-compose lint docs bench clean
 
 help:            ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -28,6 +28,10 @@ lint: setup      ## Formatting, lint, types and import contracts
 	.venv/bin/ruff check .
 	.venv/bin/mypy shared rollout_server trainer tests
 	.venv/bin/lint-imports
+
+# A type that cannot be resolved is an error, so that the pages have no gaps.
+docs: setup      ## Pages of the API, from the docstrings, in build/docs
+	$(PY) -W error::UserWarning:pdoc.doc_types -m pdoc -d google -o build/docs shared trainer rollout_server
 
 test: lint       ## Lint, then every test that is not slow
 	$(PY) -m pytest -m "not slow and not compose"

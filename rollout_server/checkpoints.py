@@ -89,6 +89,7 @@ class Checkpoint:
         return torch.frombuffer(self.data(name), dtype=TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
 
     def close(self) -> None:
+        """Let go of the files."""
         self._ranges.clear()
         self._maps.clear()  # unmapped when the last view of them is gone
 
@@ -270,6 +271,7 @@ def _untied(sent: Checkpoint, manifest: Manifest) -> list[Problem]:
 def canonical_tensors(
     sent: Checkpoint, manifest: Manifest
 ) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """The tensors in the names, order and dtypes of the manifest, which their digest is of."""
     for name, spec in manifest.required.items():
         if sent.specs[name].dtype == spec.dtype:
             yield spec, sent.data(name)

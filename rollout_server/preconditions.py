@@ -24,11 +24,19 @@ class Watched(Protocol):
     changed: asyncio.Condition
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of the policy."""
+        ...
+
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """That is live."""
+        ...
+
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Of the live weights."""
+        ...
 
 
 async def hold(policy: Watched, request: RolloutRequest) -> None:

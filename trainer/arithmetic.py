@@ -41,11 +41,13 @@ class Problem:
 
     @property
     def messages(self) -> list[dict[str, str]]:
+        """The chat that asks for it."""
         text = self.question.format(a=self.a, op=self.op, b=self.b)
         return [{"role": "user", "content": text}]
 
     @property
     def answer(self) -> str:
+        """The right one."""
         return str(_OPERATIONS[self.op](self.a, self.b))
 
 
@@ -106,6 +108,7 @@ def split_of(a: int, op: str, b: int) -> Split:
 
 
 def main() -> None:
+    """Print some problems of each split."""
     splits: tuple[Split, ...] = ("train", "held_out")
     for split in splits:
         for problem in ArithmeticStream(split).distinct(5):

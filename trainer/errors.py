@@ -33,28 +33,42 @@ class TrainerError(TitoError):
 
 
 class ConfigError(TrainerError):
+    """The configuration is wrong; ``problems`` names each key."""
+
     code = "config_error"
 
 
 class DataError(TrainerError):
+    """A file of prompts cannot be used."""
+
     code = "data_error"
 
 
 class RewardError(TrainerError):
+    """A reward function cannot be loaded."""
+
     code = "reward_error"
 
 
 class MismatchError(TrainerError):
+    """Samples come from another distribution or vocabulary than the trainer's."""
+
     code = "mismatch"
 
 
 class LedgerError(TrainerError):
+    """The accounts of a step do not add up."""
+
     code = "ledger_error"
 
 
 class CheckpointError(TrainerError):
+    """A checkpoint is missing, or does not fit this run."""
+
     code = "checkpoint_error"
 
 
 class OutOfMemory(TrainerError):
+    """The trainer's device has too little memory."""
+
     code = "out_of_memory"

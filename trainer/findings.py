@@ -63,6 +63,7 @@ def print_finding(console: Console, finding: Finding) -> None:
 def find_damage(
     config: Config, rollout: Rollout, prompts: int, group_size: int, vocab_size: int
 ) -> Finding:
+    """Whether records have come as they were asked for, sampled as they were asked for."""
     check = check_records(rollout, prompts=prompts, group_size=group_size, vocab_size=vocab_size)
     if not check.passed:
         return Finding("records", FAILURE, check.found, check.advice)
@@ -87,6 +88,7 @@ def completion_logprobs(config: Config, learner: Learner, batch: Batch) -> Tenso
 def find_disagreement(
     batch: Batch, logprobs: Tensor, precision: str, config: Config, info: ServerInfo
 ) -> Finding:
+    """How far the trainer's log-probabilities are from the sampler's."""
     gap = logprobs - batch.sampler_logprobs[batch.completion_mask]
     rms, worst = gap.square().mean().sqrt().item(), gap.abs().max().item()
     usual, too_much = LOGPROB_RMS[precision]
@@ -133,6 +135,7 @@ def find_packing(config: Config, learner: Learner, batch: Batch) -> Finding:
 
 
 def find_rewards(config: Config, tasks: list[Task], rollout: Rollout) -> Iterator[Finding]:
+    """Whether the reward scores real answers, and whether its scores differ."""
     try:
         with open_reward(config.reward) as reward:
             outcomes = score_rollout(reward, tasks, rollout)
@@ -154,6 +157,7 @@ def find_rewards(config: Config, tasks: list[Task], rollout: Rollout) -> Iterato
 
 
 def find_variance(groups: list[Fate]) -> Finding:
+    """In how many groups there is something to learn."""
     useful, total = groups.count(Fate.TRAINED), len(groups)
     found = f"rewards differ within {useful} of {total} groups"
     if useful * 2 >= total:
@@ -164,6 +168,7 @@ def find_variance(groups: list[Fate]) -> Finding:
 
 
 def find_truncation(rollout: Rollout) -> Finding:
+    """How many answers are cut off."""
     share = truncated_share(rollout.samples)
     longest = max(len(sample.completion_ids) for sample in rollout.samples)
     found = f"{share:.0%} of answers hit max_tokens (the longest has {longest}); below 15% is well"
@@ -175,6 +180,7 @@ def find_truncation(rollout: Rollout) -> Finding:
 
 
 def find_memory(config: Config, learner: Learner) -> Finding:
+    """Whether a step fits into the device's memory."""
     needed: Memory = estimate(learner.model, config)
     available = room(learner.device)
     found = f"about {needed}; {gibibytes(available)} are free on {learner.device}"

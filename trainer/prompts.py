@@ -51,6 +51,7 @@ class ArithmeticSource:
     stream: ArithmeticStream
 
     def take(self, position: int, count: int) -> list[Task]:
+        """See :meth:`PromptSource.take`."""
         return [_arithmetic_task(problem) for problem in self.stream.batch(position, count)]
 
 
@@ -67,6 +68,7 @@ class TableSource:
     seed: int
 
     def take(self, position: int, count: int) -> list[Task]:
+        """See :meth:`PromptSource.take`."""
         return [self._task(place) for place in range(position, position + count)]
 
     def _task(self, place: int) -> Task:

@@ -46,6 +46,7 @@ class Pupil:
     rambling: float = 0.0
 
     def answer(self, problem: Problem, draw: random.Random, end: str) -> str:
+        """What the pupil says; ``end`` follows unless it rambles."""
         right, mistake = int(problem.answer), common_mistake(problem)
         if mistake is None:
             given = right if draw.random() < self.right_otherwise else right + draw.choice((-1, 1))

@@ -25,6 +25,7 @@ class Channel:
         self._lines = connection.makefile("rwb")
 
     def send(self, message: Any) -> None:
+        """One message, as JSON can say it."""
         self._lines.write(json.dumps(message).encode() + b"\n")
         self._lines.flush()
 

@@ -63,6 +63,7 @@ def hide_files(directory: bytes) -> None:
 
 
 def drop_privileges(*, become_nobody: bool) -> None:
+    """Give up every capability for good, and this user with ``become_nobody``."""
     keep = 0
     if become_nobody:
         _libc("prctl", _KEEPCAPS, 1, 0, 0, 0)
@@ -75,6 +76,7 @@ def drop_privileges(*, become_nobody: bool) -> None:
 
 
 def set_limits(options: dict[str, Any]) -> None:
+    """Bound CPU seconds, memory, files and processes, by ``options`` of the program."""
     seconds, memory = int(options["seconds"]) + 1, options["memory_mb"] << 20
     limits = {
         resource.RLIMIT_CPU: seconds,

@@ -15,11 +15,12 @@ all are gone soon after, also those that wait for one that will never come.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -39,7 +40,7 @@ _ORDER_TIMEOUT = timedelta(days=7)
 _LOOK_S = 1.0
 _GRACE_S = 10.0
 """For a rank that failed, or whose peer did, to end by itself."""
-_FAILED = "failed"
+_FAILED, _TOLD = "failed", "told"
 BEGIN, END = "begin", "end"
 
 
@@ -158,6 +159,24 @@ class Ranks:
         except RuntimeError:  # the store has gone with torchrun
             return found
 
+    def told(self) -> None:
+        """Rank 0 is about to tell of a failure, and must not be ended by torchrun before."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(RuntimeError):
+            self._store.set(_TOLD, "")
+
+    def hang_up(self) -> None:
+        """Wake rank 0 from a collective operation, and wait until it tells of a failure.
+
+        As soon as this process ends, torchrun ends all.
+        """
+        with suppress(RuntimeError):
+            dist.destroy_process_group(self._orders)
+            if dist.get_backend() == "gloo":
+                dist.destroy_process_group()
+            self._store.wait([_TOLD], timedelta(seconds=2 * _GRACE_S))
+
     def _watch(self) -> None:
         """End this process when another has failed and this one does not notice."""
         assert self._store is not None
@@ -170,7 +189,8 @@ class Ranks:
                 return
             if not self._over.wait(_GRACE_S):
                 if self.rank == 0:
-                    print(f"error: {reason}", file=sys.stderr, flush=True)
+                    print(f"error: another rank has failed: {reason}", file=sys.stderr, flush=True)
+                    self._store.set(_TOLD, "")
                 os._exit(1)
 
 
@@ -195,9 +215,8 @@ def ranks_of(device: str) -> Iterator[Ranks]:
         yield ALONE
         return
     ranks = Ranks(*(int(os.environ.get(x, "0")) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    ranks.join(cuda=_uses_gpus(device))
     try:
-        cuda = _uses_gpus(device)
-        ranks.join(cuda=cuda)
         yield ranks
         ranks.leave()
     except BaseException as error:
@@ -225,9 +244,9 @@ def _uses_gpus(device: str) -> bool:
 
 def _end(ranks: Ranks, error: BaseException) -> None:
     """Decide what a rank does about an error: rank 0 tells of the first, the others are silent."""
-    own = f"rank {ranks.rank}: "
-    first = ranks.failed(error) if ranks._store is not None else own
+    first, own = ranks.failed(error), f"rank {ranks.rank}: "
     if ranks.rank == 0:
+        ranks.told()
         if not first.startswith(own):
             raise TrainerError(f"another rank has failed: {first}") from error
         if _is_lost_peer(error):
@@ -236,9 +255,11 @@ def _end(ranks: Ranks, error: BaseException) -> None:
                 advice="what torchrun and the kernel's log say of it: was it out of memory?",
             ) from error
         return
-    if first.startswith(own) and not isinstance(error, TitoError) and not _is_lost_peer(error):
-        traceback.print_exception(error)
-    sys.stderr.flush()
+    if first.startswith(own) and not _is_lost_peer(error):
+        if not isinstance(error, TitoError):  # a bug, which only this rank can show
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        ranks.hang_up()
     raise SystemExit(1) from error
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,7 @@ def even(*, sample, **_):
     return float(sample.completion_ids[0] % 2)
 """
 PATIENCE_S = 240.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Training:
@@ -26,13 +28,21 @@ class Training:
     Args:
         config: of the run.
         file: where the configuration is written; the process's output goes beside it.
+        launcher: what starts the module.
     """
 
-    def __init__(self, config: Config, file: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        file: Path,
+        *,
+        resume: bool = False,
+        launcher: Sequence[str] = (sys.executable,),
+    ) -> None:
         self.output = Path(config.train.output)
         self._log = file.with_suffix(".log")
         file.write_text(to_toml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", "train", str(file)]
+        command = [*launcher, "-m", "trainer", "train", str(file)]
         with self._log.open("wb") as log:
             self.process = self._start([*command, "--resume"] if resume else command, log)
 

@@ -1,36 +1,65 @@
 """A few optimizer steps on fixed samples, alone or under torchrun, and what came of them.
 
-    python tests/trainer/sharded_steps.py CONFIG.toml OUT.pt [--steps 3] [--samples 8]
+    python tests/trainer/sharded_steps.py OUT.pt CONFIG.toml [CONFIG.toml ...] [--samples 8]
     torchrun --nproc-per-node 2 tests/trainer/sharded_steps.py ...
 
-Rank 0 writes the figures of each step and the weights after the last.
+For each configuration in turn, rank 0 puts the figures of all steps and the weights after the last
+into the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.protocol import Sample
 from trainer.config import Config
 from trainer.config_file import load_config
 from trainer.follower import follow
-from trainer.learner import Learner, build_learner
+from trainer.learner import build_learner
 from trainer.publish import checkpoint_tensors
-from trainer.ranks import BEGIN, Ranks, ranks_of
+from trainer.ranks import ALONE, BEGIN, END, Ranks, ranks_of
 from trainer.update import TrainingSet, learn
 
 
-def samples_of(count: int, *, vocabulary: int, shortest: int, longest: int) -> list[Sample]:
+@dataclass(frozen=True)
+class Work:
+    """Steps on samples of so many completion tokens."""
+
+    steps: int = 3
+    samples: int = 8
+    shortest: int = 1
+    longest: int = 40
+    weights: bool = True
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of them.
+
+    Attributes:
+        figures: of each step, as the loop logs them.
+        weights: float32, by name as they are published; none if they were not wanted.
+        tokens_per_second: of each step.
+    """
+
+    figures: list[dict[str, Any]]
+    weights: dict[str, Tensor]
+    tokens_per_second: list[float]
+
+
+def samples_of(work: Work, vocabulary: int) -> list[Sample]:
     """Answers of uneven lengths, from nobody in particular."""
     draw = np.random.default_rng(0)
-    lengths = draw.integers(shortest, longest + 1, count)
+    lengths = draw.integers(work.shortest, work.longest + 1, work.samples)
     return [
         Sample(
             group_id=index,
@@ -46,55 +75,50 @@ def samples_of(count: int, *, vocabulary: int, shortest: int, longest: int) -> l
     ]
 
 
-def steps(learner: Learner, config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
-    vocabulary = learner.model.config.get_text_config().vocab_size
-    samples = samples_of(
-        args.samples, vocabulary=vocabulary, shortest=args.shortest, longest=args.longest
-    )
-    advantages = torch.linspace(-1.0, 1.5, len(samples))
-    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-    found = []
-    for _ in range(args.steps):
-        started = time.perf_counter()
-        update = learn(learner, TrainingSet(samples, advantages), config)
-        if learner.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        found.append(asdict(update) | {"tokens_per_second": tokens / seconds})
-    return found
-
-
-def lead(config: Config, args: argparse.Namespace, ranks: Ranks) -> None:
+def take_steps(config: Config, work: Work, ranks: Ranks = ALONE) -> Done:
+    """On rank 0, or alone."""
     ranks.tell_all(BEGIN, checkpoint=None)
     learner = build_learner(config, None, ranks)
-    figures = steps(learner, config, args)
-    weights = {} if args.without_weights else {
+    samples = samples_of(work, learner.model.config.get_text_config().vocab_size)
+    chosen = TrainingSet(samples, torch.linspace(-1.0, 1.5, len(samples)))
+    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+    figures, speeds = [], []
+    for _ in range(work.steps):
+        started = time.perf_counter()
+        figures.append(asdict(learn(learner, chosen, config)))  # its figures wait for the device
+        speeds.append(tokens / (time.perf_counter() - started))
+    tensors = checkpoint_tensors(learner.model, torch.float32) if work.weights else []
+    weights = {
         tensor.spec.name: torch.frombuffer(bytearray(tensor.load()), dtype=torch.float32)
-        for tensor in checkpoint_tensors(learner.model, torch.float32)
-    }  # fmt: skip
-    torch.save({"figures": figures, "weights": weights}, args.out)
+        for tensor in tensors
+    }
+    return Done(figures, weights, speeds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--shortest", type=int, default=1)
-    parser.add_argument("--longest", type=int, default=40)
-    parser.add_argument("--without-weights", action="store_true")
-    args = parser.parse_args()
-    config = load_config(args.config, [])
-    with ranks_of(config.model.device) as ranks:
-        if ranks.rank:
-            follow(config, ranks)
-        else:
-            lead(config, args, ranks)
+def main(configs: Sequence[Config], out: Path, work: Work) -> None:
+    """All configurations, which train on the same device, in one group of processes."""
+    with ranks_of(configs[0].model.device) as ranks:
+        done = []
+        for number, config in enumerate(configs, start=1):
+            if ranks.rank:
+                follow(config, ranks)
+                continue
+            done.append(asdict(take_steps(config, work, ranks)))
+            if number < len(configs):
+                ranks.tell_all(END)
+        if ranks.rank == 0:
+            torch.save(done, out)
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated() / 2**30
-            print(f"rank {ranks.rank} peak GiB {peak:.3f}", flush=True)
+            print(f"rank {ranks.rank}: at most {peak:.2f} GiB allocated", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("configs", type=Path, nargs="+")
+    parser.add_argument("--without-weights", dest="weights", action="store_false")
+    for name in ("steps", "samples", "shortest", "longest"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Work, name))
+    args = vars(parser.parse_args())
+    main([load_config(path, []) for path in args.pop("configs")], args.pop("out"), Work(**args))

@@ -3,17 +3,21 @@
 The logits of a step are its largest tensor: 8 sequences of 2048 tokens over 150 000 words are 10 GB
 in float32, and their gradient as much again. Here they exist for one chunk of tokens at a time, in
 one buffer. The forward pass keeps only each token's normaliser; the backward pass makes a chunk's
-logits again and turns them into probabilities p in place, from which, for token y with hidden state
-h, head W and gradient g of its log-probability,
+logits again and turns them into slopes ``s = onehot(y) - p`` in place, from which, for token y with
+hidden state h, head W and gradient g of its log-probability,
 
-    dh = g (W[y] - p W)        dW = g h (onehot(y) - p)
+    dh = g s W        dW = s (g h)
 
-The one-hot parts are gathered and scattered; weights' gradients are summed in float32 or better.
+The difference is taken before it is rounded, so that a token of probability near 1 keeps what is
+left of its gradient in half precision. Weights' gradients are summed in float32 or better. On a GPU
+the passes over the logits are the kernels of :mod:`trainer.head_kernels`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,13 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""Logits at one time: 64 MB and 1 GB in float32. Smaller is slower on a GPU, not on a CPU."""
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+"""Logits at one time. Smaller is slower on a GPU, not on a CPU."""
 
 
-def chunk_elements(device: torch.device) -> int:
-    """How many logits exist at one time on a device."""
-    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cpu"])
+def chunk_bytes(device: torch.device) -> int:
+    """Of the logits that exist at one time on a device."""
+    return _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +100,7 @@ def logprobs_and_entropy(
     Returns:
         Nats, ``[K]`` each, in float32 at least; the first differentiable once.
     """
-    default = chunk_elements(hidden.device) // head.weight.shape[0]
+    default = chunk_bytes(hidden.device) // (head.weight.shape[0] * head.dtype.itemsize)
     found = _ChunkedLogprobs.apply(
         hidden, head.weight, head.bias, tokens,
         _Options(head.cap, head.dtype, temperature, entropy, chunk_tokens or max(default, 1)),
@@ -123,20 +127,56 @@ class _Scratch:
         self.options = options
         rows = min(options.chunk, max(hidden.shape[0], 1))
         self.buffer = hidden.new_empty((rows, weight.shape[0]), dtype=options.dtype)
+        self.fused = options.cap is None and _has_kernels(hidden.device, options.dtype)
 
-    def logits(self, hidden_CH: Tensor) -> Tensor:
-        """Before cap and temperature, in float32 at least. The next call overwrites them."""
+    def normalise(self, hidden_CH: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Chosen logits, logs of the sums of exponentials, entropies (0 if not wanted): ``[C]``."""
+        raw_CV = self._raw(hidden_CH)
+        if self.fused and not self.options.entropy:
+            from trainer.head_kernels import normalise
+
+            chosen_C, normaliser_C = normalise(raw_CV, tokens_C, 1 / self.options.temperature)
+            return chosen_C, normaliser_C, torch.zeros_like(chosen_C)
+        z_CV = self._finish(_widen(raw_CV))
+        chosen_C = z_CV.gather(1, tokens_C[:, None]).squeeze(1)
+        return chosen_C, *_normalise(z_CV, self.options.entropy)
+
+    def slopes(self, hidden_CH: Tensor, tokens_C: Tensor, normaliser_C: Tensor) -> Tensor:
+        """Of the log-probabilities by the logits before cap and temperature, but for the latter.
+
+        ``onehot - p``, times the slope of the cap: ``d(c tanh(z / c)) / dz = 1 - tanh(z / c)^2``.
+        """
+        raw_CV, cap = self._raw(hidden_CH), self.options.cap
+        if self.fused:
+            from trainer.head_kernels import to_slopes
+
+            return to_slopes(raw_CV, tokens_C, normaliser_C, 1 / self.options.temperature)
+        z_CV = _widen(raw_CV)
+        slope_CV = None if cap is None else 1 - torch.tanh(z_CV / cap).square()
+        s_CV = self._finish(z_CV).sub_(normaliser_C[:, None]).exp_().neg_()
+        s_CV.scatter_add_(1, tokens_C[:, None], torch.ones_like(s_CV[:, :1]))
+        return (s_CV if slope_CV is None else s_CV.mul_(slope_CV)).to(self.options.dtype)
+
+    def _raw(self, hidden_CH: Tensor) -> Tensor:
+        """Before cap and temperature. The next call overwrites them."""
         out = self.buffer[: hidden_CH.shape[0]]
         torch.mm(hidden_CH.to(self.options.dtype), self.weight.T, out=out)
-        if self.bias is not None:
-            out += self.bias
-        return out.to(torch.promote_types(out.dtype, torch.float32))
+        return out if self.bias is None else out.add_(self.bias)
 
-    def finish(self, z_CV: Tensor) -> Tensor:
+    def _finish(self, z_CV: Tensor) -> Tensor:
         """Cap and temperature, in place."""
         if self.options.cap is not None:
             z_CV.div_(self.options.cap).tanh_().mul_(self.options.cap)
         return z_CV if self.options.temperature == 1.0 else z_CV.div_(self.options.temperature)
+
+
+@cache
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
+
+
+def _widen(raw: Tensor) -> Tensor:
+    return raw.to(torch.promote_types(raw.dtype, torch.float32))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -154,10 +194,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_K = hidden_KH.new_empty(hidden_KH.shape[0], dtype=wide)
         normaliser_K, entropy_K = torch.empty_like(logprobs_K), torch.zeros_like(logprobs_K)
         for at in _chunks(hidden_KH.shape[0], options.chunk):
-            z_CV = scratch.finish(scratch.logits(hidden_KH[at]))
-            chosen_C = z_CV.gather(1, tokens_K[at, None]).squeeze(1)
-            normaliser_K[at], entropy_K[at] = _normalise(z_CV, options.entropy)
-            logprobs_K[at] = chosen_C - normaliser_K[at]
+            chosen_C, normaliser_C, entropy_K[at] = scratch.normalise(hidden_KH[at], tokens_K[at])
+            normaliser_K[at], logprobs_K[at] = normaliser_C, chosen_C - normaliser_C
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, tokens_K, normaliser_K)
         ctx.options = options
         ctx.mark_non_differentiable(entropy_K)
@@ -176,20 +214,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for at in _chunks(hidden_KH.shape[0], ctx.options.chunk):
-            tokens_C, hidden_CH = tokens_K[at], hidden_KH[at]
+            hidden_CH = hidden_KH[at]
             gradient_C = gradient_K[at].to(wide) / ctx.options.temperature
-            p_CV, own_C = _probabilities(scratch, hidden_CH, tokens_C, normaliser_K[at])
-            p_CV, own_C = p_CV.to(ctx.options.dtype), own_C * gradient_C
+            s_CV = scratch.slopes(hidden_CH, tokens_K[at], normaliser_K[at])
             if d_hidden is not None:
-                pulled = (p_CV @ scratch.weight).to(wide) * gradient_C[:, None]
-                d_hidden[at] = own_C[:, None] * weight_VH[tokens_C] - pulled
-            scaled_CH = hidden_CH.to(wide) * gradient_C[:, None]
+                d_hidden[at] = (s_CV @ scratch.weight).to(wide) * gradient_C[:, None]
             if d_weight is not None:
-                _subtract_outer(d_weight, p_CV, scaled_CH)
-                d_weight.index_add_(0, tokens_C, hidden_CH.to(wide) * own_C[:, None])
+                _add_product(d_weight, s_CV.T, hidden_CH.to(wide) * gradient_C[:, None])
             if d_bias is not None:
-                d_bias -= gradient_C @ p_CV.to(wide)
-                d_bias.index_add_(0, tokens_C, own_C)
+                d_bias += gradient_C @ s_CV.to(wide)
         return d_hidden, _like(d_weight, weight_VH), _like(d_bias, bias_V), None, None
 
 
@@ -209,27 +242,15 @@ def _normalise(z_CV: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
     return total_C.log() + top_C, entropy_C
 
 
-def _probabilities(
-    scratch: _Scratch, hidden_CH: Tensor, tokens_C: Tensor, normaliser_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[C, V]`` and, for the chosen tokens, the factor of their own logit ``[C]``.
-
-    Both carry the slope of the soft cap: ``d(c tanh(z / c)) / dz = 1 - tanh(z / c)^2``.
-    """
-    z_CV, cap = scratch.logits(hidden_CH), scratch.options.cap
-    if cap is None:
-        p_CV = scratch.finish(z_CV).sub_(normaliser_C[:, None]).exp_()
-        return p_CV, torch.ones_like(normaliser_C)
-    slope_CV = 1 - torch.tanh(z_CV / cap).square()
-    p_CV = scratch.finish(z_CV).sub_(normaliser_C[:, None]).exp_().mul_(slope_CV)
-    return p_CV, slope_CV.gather(1, tokens_C[:, None]).squeeze(1)
-
-
-def _subtract_outer(total_VH: Tensor, p_CV: Tensor, scaled_CH: Tensor) -> None:
-    if p_CV.dtype == total_VH.dtype:
-        total_VH.addmm_(p_CV.T, scaled_CH, alpha=-1)
-    else:  # the product in half precision, the sum over chunks in float32
-        total_VH -= p_CV.T @ scaled_CH.to(p_CV.dtype)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices, taken in the first one's precision, to a wider total."""
+    right = right.to(left.dtype)
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total += left @ right
 
 
 def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import Config
 from trainer.errors import OutOfMemory
-from trainer.head import chunk_elements
+from trainer.head import chunk_bytes
 
 _HIDDEN_SIZED, _INNER_SIZED = 14, 4
 """Tensors that a layer keeps for its backward pass, as wide as the hidden state or the MLP."""
@@ -58,11 +58,10 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
     tokens = config.train.micro_batch_tokens
     layer = _HIDDEN_SIZED * shape.hidden_size + _INNER_SIZED * shape.intermediate_size
-    if config.model.activation_checkpointing:
-        kept = shape.num_hidden_layers * shape.hidden_size + layer
-    else:
-        kept = shape.num_hidden_layers * layer
-    head = 4 * (chunk_elements(model.device) + shape.vocab_size * shape.hidden_size)
+    # One layer's activations exist in any case: while they are computed, or computed again.
+    again = round(config.model.activation_checkpointing * shape.num_hidden_layers)
+    kept = again * shape.hidden_size + max(shape.num_hidden_layers - again, 1) * layer
+    head = chunk_bytes(model.device) + 4 * shape.vocab_size * shape.hidden_size
     return Memory(
         weights=copies * parameters * item,
         optimizer=3 * trained * item,
@@ -105,7 +104,7 @@ def _is_lack(error: Exception) -> bool:
 
 def _cure(config: Config) -> str:
     cures = [f"lower train.micro_batch_tokens (now {config.train.micro_batch_tokens})"]
-    if not config.model.activation_checkpointing:
+    if config.model.activation_checkpointing < 1:
         cures.append("set model.activation_checkpointing = true")
     cures.append("start a server on the same GPU with a lower --memory-share")
     return f"{', or '.join(cures)}; none of these changes what is learnt"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.trainer.models import build
+from trainer import head as head_module
 from trainer.head import Head, head_of, logprobs_and_entropy
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 def inputs(dtype: torch.dtype, *, bias: bool, cap: float | None) -> tuple[Head, Tensor, Tensor]:
@@ -112,6 +118,93 @@ def test_a_float32_head_over_bfloat16_weights_is_nearer_to_the_truth() -> None:
         errors[dtype] = (found - expected).abs().max().item(), (got - wanted).abs().max().item()
     assert errors[torch.float32][0] < 1e-5 < errors[torch.bfloat16][0]
     assert errors[torch.float32][1] <= errors[torch.bfloat16][1]
+
+
+def test_a_token_of_probability_near_one_keeps_its_gradient_in_bfloat16() -> None:
+    """1 - p is 0.1%, which is less than bfloat16 can tell from 1."""
+    weight = torch.zeros(2, 4, dtype=torch.bfloat16)
+    weight[0, 0] = 7.0
+    hidden = torch.ones(1, 4, dtype=torch.bfloat16).requires_grad_()
+    token = torch.tensor([0])
+    found, _ = logprobs_and_entropy(Head(weight, None, None, torch.bfloat16), hidden, token)
+    (got,) = torch.autograd.grad(found.sum(), hidden)
+    exact = hidden.detach().double().requires_grad_()
+    expected, _ = plain(Head(weight.double(), None, None, torch.float64), exact, token, 1.0)
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(got.double(), wanted, rtol=0.01, atol=0)
+
+
+_INTERPRETED = """
+import torch
+from trainer import head_kernels
+head_kernels._BLOCK = 64
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for scale in (1.0, 1 / 0.6):
+        logits, tokens = (torch.randn(5, 203) * 5).to(dtype), torch.randint(0, 203, (5,))
+        chosen, normaliser = head_kernels.normalise(logits, tokens, scale)
+        z = logits.float() * scale
+        torch.testing.assert_close(normaliser, z.logsumexp(1))
+        torch.testing.assert_close(chosen, z.gather(1, tokens[:, None])[:, 0])
+        expected = torch.nn.functional.one_hot(tokens, 203) - z.softmax(1)
+        slopes = head_kernels.to_slopes(logits, tokens, normaliser, scale)
+        assert slopes.data_ptr() == logits.data_ptr()
+        torch.testing.assert_close(slopes, expected.to(dtype), rtol=0.01, atol=1e-6)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernels_in_tritons_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.005)],
+)
+def test_the_kernels_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, bias: bool
+) -> None:
+    """Against the plain path in float64, from the same rounded inputs."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype).cuda().requires_grad_()
+
+    weight, hidden = draw(5003, 64), draw(70, 64)
+    head = Head(weight, draw(5003) if bias else None, None, dtype)
+    tokens = torch.randint(0, 5003, (70,), generator=generator).cuda()
+    exact = Head(
+        weight.detach().double().requires_grad_(),
+        None if head.bias is None else head.bias.detach().double().requires_grad_(),
+        None,
+        torch.float64,
+    )
+    exact_hidden = hidden.detach().double().requires_grad_()
+    expected, _ = plain(exact, exact_hidden, tokens, 0.7)
+    wanted = torch.autograd.grad(expected.sum(), leaves(exact, exact_hidden))
+    errors = {}
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(head_module, "_has_kernels", lambda *_: False)
+        found, _ = logprobs_and_entropy(head, hidden, tokens, temperature=0.7, chunk_tokens=32)
+        got = torch.autograd.grad(found.sum(), leaves(head, hidden))
+        pairs = zip((found, *got), (expected, *wanted), strict=True)
+        errors[fused] = [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]
+    assert max(errors[True]) < tolerance
+    for with_kernels, without in zip(errors[True], errors[False], strict=True):
+        assert with_kernels < 1.1 * without + 1e-6
 
 
 def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:

@@ -56,11 +56,21 @@ class ModelConfig(_Section):
         default="auto",
         description="Sequences end to end without padding; auto: where the model's attention can.",
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Compute activations again instead of keeping them."
+    activation_checkpointing: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the layers whose activations are computed again instead of kept; "
+        "true is all of them.",
     )
-    liger: bool = Field(
-        default=False, description="Liger's fused kernels for norms, rotary and SwiGLU; on a GPU."
+    liger: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Liger's fused kernels for norms, rotary and SwiGLU; auto: on a GPU, where "
+        "they are installed and know the model, and layers are not compiled.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Compile the layers with torch: faster steps after a minute at the start.",
     )
     lora: LoraConfig = LoraConfig()
 

@@ -1,21 +1,87 @@
-"""Fused GPU kernels of Liger (Hsu et al. 2024, 2410.10989) for norms, rotary embeddings and SwiGLU.
+"""What makes a model's layers faster or smaller: Liger's kernels, compilation, checkpointing.
 
-Liger's fused losses are not used: each computes one objective from the hidden states, while every
+Liger (Hsu et al. 2024, 2410.10989) has fused GPU kernels for norms, rotary embeddings and SwiGLU.
+Its fused losses are not used: each computes one objective from the hidden states, while every
 objective here is computed from log-probabilities, which :mod:`trainer.head` gives without logits.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trainer.config import ModelConfig
 from trainer.errors import ConfigError
 
 _PROBE_TOKENS = 64
 _TOLERANCE = 0.02
 _ADVICE = "set model.liger = false"
+
+
+def choose_liger(model: PreTrainedModel, options: ModelConfig) -> None:
+    """Use Liger's kernels if the configuration wants them, or leaves it open and they are there.
+
+    Raises:
+        ConfigError: as :func:`use_liger` does.
+    """
+    if options.liger is True or (
+        options.liger == "auto" and not options.compile and _liger_suits(model)
+    ):
+        use_liger(model)
+
+
+def _liger_suits(model: PreTrainedModel) -> bool:
+    if model.device.type != "cuda" or find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+    return model.config.model_type in KNOWN
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let torch compile each layer by itself, when it first runs, for any number of tokens.
+
+    Layers are alike, so that one compilation serves them all.
+
+    Raises:
+        ConfigError: the model does not say what its layers are.
+    """
+    for layer in _layers(model, "model.compile"):
+        layer.compile(dynamic=True)
+
+
+def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
+    """Keep the activations of the last layers alone, and compute the others' again.
+
+    Memory is at its highest when the backward pass begins, whichever layers are chosen. The first
+    ones are computed again when it is nearly done, and the others' activations are gone.
+
+    Args:
+        share: of the layers that are computed again, from 0 to 1.
+
+    Raises:
+        ConfigError: the model does not say what its layers are.
+    """
+    if share == 0:
+        return
+    layers = _layers(model, "model.activation_checkpointing")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers[round(share * len(layers)) :]:
+        layer.gradient_checkpointing = False
+
+
+def _layers(model: PreTrainedModel, wanted_by: str) -> list[GradientCheckpointingLayer]:
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{wanted_by}: {type(model).__name__} does not say what its layers are",
+            advice=f"leave {wanted_by} out",
+        )
+    return layers
 
 
 def use_liger(model: PreTrainedModel) -> None:

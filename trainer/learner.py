@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shared.tokens import tokenizer_fingerprint
 from trainer.checkpoint import restore_trainer
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
-from trainer.kernels import use_liger
+from trainer.kernels import checkpoint_layers, choose_liger, compile_layers
 from trainer.lora import add_lora
 from trainer.objective import Objective
 from trainer.packing import use_packing
@@ -72,12 +73,13 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         dtype = getattr(torch, config.model.dtype)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
     models = [model] if reference is None else [model, reference]
-    if config.model.liger:
-        for each in models:
-            use_liger(each)
+    for each in models:
+        choose_liger(each, config.model)
     unpacked = _choose_packing(config, models)
-    if config.model.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, config.model.activation_checkpointing)
+    if config.model.compile:
+        for each in models:
+            compile_layers(each)
     if ranks.size > 1:
         for each in models:
             shard(each, ranks)
@@ -173,6 +175,9 @@ def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.o
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if kind is torch.optim.AdamW:
         arguments |= {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    chosen = {"foreach", "fused", "differentiable"} & options.options.keys()
+    if not chosen and "fused" in signature(kind).parameters and all(p.is_cuda for p in trained):
+        arguments["fused"] = True  # one pass over weights, gradients and moments
     try:
         return kind(trained, **(arguments | options.options))
     except (TypeError, ValueError) as error:

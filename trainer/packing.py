@@ -102,10 +102,22 @@ def attend(
         )  # fmt: skip
         assert isinstance(flat, Tensor)
         return flat[None], None
-    lengths = cu_seq_lens_q.diff().tolist()
+    return _one_by_one(module, query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+
+
+# Or it would be compiled again for every number of sequences.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _one_by_one(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    lengths = boundaries.diff().tolist()
     parts = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    attended = [_causal(module, q, k, v, scaling) for q, k, v in parts]
-    return torch.cat(attended, dim=2).transpose(1, 2), None
+    return torch.cat([_causal(module, q, k, v, scaling) for q, k, v in parts], dim=2)
 
 
 def _causal(

@@ -1,4 +1,4 @@
-"""Liger's kernels: the same values and gradients on a GPU, one clear error elsewhere."""
+"""Faster layers: the same values and gradients, one clear error where there are none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.models import build, gradients
+from trainer.config import ModelConfig
 from trainer.errors import ConfigError
-from trainer.kernels import use_liger
+from trainer.kernels import checkpoint_layers, choose_liger, compile_layers, use_liger
+from trainer.packing import use_packing
 from trainer.policy import load_policy, token_logprobs
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -56,3 +59,105 @@ def test_values_and_gradients_are_the_same(
     (plain, slope), (fused_value, fused_slope) = found
     assert (fused_value - plain).abs().max() < tolerance
     assert (fused_slope - slope).norm() / slope.norm() < tolerance
+
+
+def test_liger_is_left_out_by_itself_where_it_does_not_suit(tiny_model: Path) -> None:
+    model = load_policy(str(tiny_model))
+    before = type(model.get_decoder().norm).__name__
+    choose_liger(model, ModelConfig(path="x"))
+    assert type(model.get_decoder().norm).__name__ == before
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        choose_liger(model, ModelConfig(path="x", liger=True))
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0, 0), (0.5, 1), (True, 2)])
+def test_the_first_layers_are_computed_again(share: float, expected: int) -> None:
+    model: Any = build("qwen3").train()
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.ones_like(ids).bool()
+    token_logprobs(model, ids, mask).sum().backward()
+    wanted = gradients(model)
+    checkpoint_layers(model, share)
+    passes = [0, 0]
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_hook(
+            lambda *_, index=index: passes.__setitem__(index, passes[index] + 1)
+        )
+    token_logprobs(model, ids, mask).sum().backward()
+    assert passes == [2] * expected + [1] * (2 - expected)
+    torch.testing.assert_close(gradients(model), wanted)
+
+
+def test_a_model_without_known_layers_cannot_be_compiled() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    for ask in (compile_layers, lambda x: checkpoint_layers(x, 0.5)):
+        with pytest.raises(ConfigError, match="does not say what its layers are"):
+            ask(model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_compiled_layers_are_one_graph_with_the_same_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, share: float
+) -> None:
+    """For batches of other sizes too; the backend that only traces is quick, and shows as much."""
+    model: Any = build("qwen3").train()
+    if packed:
+        use_packing(model)
+    graphs: list[Any] = []
+    counts: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda x, **how: compiled(x, backend=count, **how)
+    )
+    torch._dynamo.reset()
+    batches = []
+    for rows, width in ((3, 7), (5, 9)):
+        ids = torch.randint(0, 53, (rows, width), generator=torch.Generator().manual_seed(rows))
+        mask = torch.arange(width) < torch.arange(width - rows, width)[:, None]
+        found = token_logprobs(model, ids, mask)
+        found.sum().backward()
+        batches.append((ids, mask, found.detach(), gradients(model)))
+    checkpoint_layers(model, share)
+    compile_layers(model)
+    for ids, mask, expected, wanted in batches:
+        found = token_logprobs(model, ids, mask)
+        found.sum().backward()
+        torch.testing.assert_close(found.detach(), expected)
+        torch.testing.assert_close(gradients(model), wanted)
+        counts.append(len(graphs))
+    # On a CPU the attention to packed sequences parts a layer into several.
+    assert packed or counts == [1, 1]
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_compiled_layers_on_a_gpu(tiny_model: Path) -> None:
+    """Packed sequences, of which there are more or fewer each time, are one graph there."""
+    batches = []
+    for rows, width in ((4, 64), (7, 90)):
+        ids = torch.randint(0, 256, (rows, width), generator=torch.Generator().manual_seed(rows))
+        mask = torch.arange(width) < torch.arange(width - rows, width)[:, None]
+        batches.append((ids.cuda(), mask.cuda()))
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    torch._dynamo.utils.counters.clear()
+    for compiled in (False, True):
+        model = load_policy(str(tiny_model), dtype=torch.bfloat16, device="cuda")
+        use_packing(model)
+        if compiled:
+            compile_layers(model)
+        found.append([])
+        for ids, mask in batches:
+            logprobs = token_logprobs(model, ids, mask)
+            logprobs.sum().backward()
+            slopes = [x.float().flatten() for x in gradients(model).values()]
+            found[-1].append((logprobs.detach(), torch.cat(slopes)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for (plain, slope), (fused, fused_slope) in zip(*found, strict=True):
+        assert (fused - plain).abs().max() < 0.05
+        assert (fused_slope - slope).norm() / slope.norm() < 0.05

@@ -415,6 +415,17 @@ class EvaluationConfig(_Section):
         return self
 
 
+class TrackingConfig(_Section):
+    """Where figures go, besides the console, metrics.jsonl and TensorBoard's files."""
+
+    wandb: str = Field(default="", description="Project at Weights & Biases; empty: none.")
+    trackio: str = Field(default="", description="Project of Trackio; empty: none.")
+    metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Where Prometheus may scrape /metrics; 0: nowhere."
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="The address of that port.")
+
+
 class Config(_Section):
     """Everything that defines a run."""
 
@@ -427,6 +438,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     def resolved_objective(self) -> Objective:
         """The loss, with all that decides it: presets, rewards, lengths."""

@@ -36,6 +36,7 @@ USED_MOST: dict[str, tuple[str, ...]] = {
     "optimizer": ("lr", "warmup_updates", "max_gradient_norm"),
     "train": ("output", "steps", "micro_batch_tokens", "max_staleness", "checkpoint_every", "seed"),
     "evaluation": ("path", "prompts", "every", "samples"),
+    "tracking": ("wandb", "trackio", "metrics_port"),
 }
 """The keys that are written, by section. Each has a description and is set by default or here."""
 

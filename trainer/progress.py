@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a step, ``metrics.jsonl`` and TensorBoard files.
+"""What a person sees of a run: one line a step, ``metrics.jsonl``, and what trackers show.
 
 The loss is written to the files and kept out of the line: while every sample comes from the policy
 being trained, the ratio is 1, advantages of a group sum to 0, and the value of the loss is near 0
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
-from torch.utils.tensorboard import SummaryWriter
 
 from shared.lesson import MAX_TRUNCATED_SHARE
 from trainer.evaluate import Evaluation
 from trainer.files import replace_text
 from trainer.metrics import StepMetrics
+from trainer.trackers import Tracker
 
 LOSS_NOTE = (
     "The loss is left out of these lines: for samples of the policy itself it is near 0 by "
@@ -51,7 +51,7 @@ def _update_part(m: StepMetrics) -> str:
 
 
 class ProgressLog:
-    """Writes a run's metrics to the console, ``metrics.jsonl`` and TensorBoard; a context manager.
+    """Writes a run's metrics to the console, ``metrics.jsonl`` and trackers; a context manager.
 
     Args:
         directory: where the files go.
@@ -60,6 +60,7 @@ class ProgressLog:
             that were lost and will be made again, are removed. -1 when it continues none: even a
             measurement before the first step is then made again.
         console: where lines go; plain text unless it is a terminal.
+        trackers: get the same figures. One that fails is warned of, and costs nothing else.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ProgressLog:
         *,
         resumed_step: int = 0,
         console: Console | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._directory = directory
@@ -77,26 +79,35 @@ class ProgressLog:
         for name in ("metrics.jsonl", "ledger.jsonl", "evaluation.jsonl"):
             forget_later_steps(directory / name, resumed_step)
         self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(directory / "tensorboard", purge_step=resumed_step + 1)
+        self._trackers = trackers
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step everywhere."""
         record = flat(asdict(metrics))
         self._metrics.write(json.dumps(_without_nan(record)) + "\n")
         self._metrics.flush()
-        for name, value in record.items():
-            if name != "step" and not math.isnan(value):
-                self._board.add_scalar(f"train/{name}", value, metrics.step)
+        figures = {f"train/{name}": value for name, value in record.items() if name != "step"}
+        self._track(figures, metrics.step)
         self.console.print(step_line(metrics, self._steps))
 
     def evaluation(self, found: Evaluation) -> None:
         """Record a measurement of accuracy."""
         with (self._directory / "evaluation.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(asdict(found)) + "\n")
-        self._board.add_scalar("evaluation/greedy", found.greedy.accuracy, found.step)
-        if found.sampled:
-            self._board.add_scalar("evaluation/sampled", found.sampled.accuracy, found.step)
+        measured = {"greedy": found.greedy, "sampled": found.sampled}
+        figures = {f"evaluation/{k}": v.accuracy for k, v in measured.items() if v is not None}
+        self._track(figures, found.step)
         self.say(str(found), "bold green")
+
+    def _track(self, figures: Mapping[str, float], step: int) -> None:
+        known = {name: value for name, value in figures.items() if not math.isnan(value)}
+        for tracker in self._trackers:
+            name, failed = f"tracking, {type(tracker).__name__}", None
+            try:
+                tracker.log(known, step)
+            except Exception as error:  # a service that is away must not cost the run
+                failed = " ".join(str(error).split()) or type(error).__name__
+            self.problem(name, failed)
 
     def say(self, message: str, style: str = "") -> None:
         """Print a line as it is: text of models and users is never read as markup."""
@@ -129,7 +140,6 @@ class ProgressLog:
         traceback: TracebackType | None,
     ) -> None:
         self._metrics.close()
-        self._board.close()
 
 
 def forget_later_steps(path: Path, last_step: int) -> None:

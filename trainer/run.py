@@ -38,6 +38,7 @@ from trainer.rewards import Reward, open_reward
 from trainer.sampler import Sampler
 from trainer.server import Server
 from trainer.servers import ServerPool
+from trainer.trackers import open_trackers
 
 _PROBE_TIMEOUT_S = 10.0
 
@@ -151,9 +152,16 @@ def open_run(
     replace_text(output / "config.toml", to_toml(config))
     (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
     resumed_step = began.step if checkpoint else -1
-    log = ProgressLog(output, config.train.steps, resumed_step=resumed_step, console=console)
     with ExitStack() as stack:
         stack.enter_context(reward)
+        trackers = stack.enter_context(open_trackers(config, resumed_step))
+        log = ProgressLog(
+            output,
+            config.train.steps,
+            resumed_step=resumed_step,
+            console=console,
+            trackers=trackers,
+        )
         stack.enter_context(log)
         _announce(log, config, learner, began)
         servers = stack.enter_context(_servers(config, learner, began))

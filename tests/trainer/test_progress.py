@@ -4,6 +4,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.evaluate import Accuracy, Evaluation
 from trainer.metrics import StepMetrics, mean_length, reward_statistics
 from trainer.progress import ProgressLog, forget_later_steps, step_line
 from trainer.rewards import Failed, Score
+from trainer.trackers import TensorBoard
 
 METRICS = StepMetrics(
     step=3, reward_mean=0.5, reward_spread=0.25, useful_groups=0.75, truncated=0.1, length=12.0,
@@ -95,7 +97,12 @@ def test_shares_of_samples(make_sample: Callable[..., Sample]) -> None:
 def run(directory: Path, *metrics: StepMetrics, resumed_step: int = 0) -> str:
     out = io.StringIO()
     console = Console(file=out, soft_wrap=True, highlight=False)
-    with ProgressLog(directory, 10, resumed_step=resumed_step, console=console) as log:
+    with (
+        closing(TensorBoard(directory, resumed_step)) as board,
+        ProgressLog(
+            directory, 10, resumed_step=resumed_step, console=console, trackers=[board]
+        ) as log,
+    ):
         for step in metrics:
             log.step(step)
         log.say("[red]not markup[/red]")
@@ -138,7 +145,11 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
 def test_evaluations_are_kept_and_shown(tmp_path: Path) -> None:
     out = io.StringIO()
     found = Evaluation(4, Accuracy(0.25, 8, 0, 5), Accuracy(0.5, 16, 1, 5))
-    with ProgressLog(tmp_path, 9, console=Console(file=out, soft_wrap=True)) as log:
+    console = Console(file=out, soft_wrap=True)
+    with (
+        closing(TensorBoard(tmp_path, 0)) as tracker,
+        ProgressLog(tmp_path, 9, console=console, trackers=[tracker]) as log,
+    ):
         log.evaluation(found)
     assert json.loads((tmp_path / "evaluation.jsonl").read_text()) == asdict(found)
     assert "greedy 25.0% of 8, sampled 50.0% of 16, 1 reward errors (v5)" in out.getvalue()

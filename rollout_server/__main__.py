@@ -24,6 +24,7 @@ from rollout_server.app import create_app
 from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.settings import ServerSettings, settings_from_args
 from rollout_server.start_failure import EngineDidNotStart
+from shared import tracing
 
 log = logging.getLogger("tito.server")
 
@@ -65,7 +66,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn lets running requests end, and then raises the signal once more: done is done.
         signal.signal(number, lambda *_: None)
-    server.run(sockets=[listening])
+    # vLLM's spans go the same way as ours.
+    os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    with tracing.exported("tito-server"):
+        server.run(sockets=[listening])
     if failures:
         _tell(failures[0])
     if not app.state.startup.is_up:

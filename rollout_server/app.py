@@ -24,6 +24,7 @@ from rollout_server.recent import RecentGroups
 from rollout_server.routes import openai, policies, reload, rollout, score, status, viewer, vllm_rl
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
+from rollout_server.traced import TracedRequests
 from rollout_server.vllm_serving import OpenAIServing
 from shared.errors import EngineFailure, InvalidRequest, NotFound, TitoError
 
@@ -74,6 +75,7 @@ def create_app(
     app.state.authenticator = authenticator
     app.state.leases = leases
     app.state.body_silence = settings.body_silence
+    app.add_middleware(TracedRequests)
     app.add_middleware(_RequestMetrics, metrics=metrics)
     for module in (rollout, score, reload, policies, status):
         app.include_router(module.router)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.policies import Policy, Publish, PublishState
+from shared import tracing
 from shared.protocol import PauseMode, ReloadResult
 
 log = logging.getLogger("tito.publishing")
@@ -58,7 +59,8 @@ def stage(publish: Publish, name: str) -> Iterator[None]:
     """Time one stage of a publish."""
     start = time.perf_counter()
     try:
-        yield
+        with tracing.span(f"publish {name}"):
+            yield
     finally:
         publish.timings[name] = time.perf_counter() - start
 

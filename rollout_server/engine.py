@@ -20,6 +20,7 @@ from rollout_server.heap import freeze_heap
 from rollout_server.settings import ServerSettings
 from rollout_server.start_failure import reason_told
 from rollout_server.worker_plugin import PARENT_VARIABLE
+from shared import tracing
 from shared.errors import EngineFailure
 from shared.protocol import FinishReason, PauseMode
 from shared.requests import SamplingSettings
@@ -228,7 +229,14 @@ class VLLMEngine:
         request_id = f"group-{next(self._ids)}"
         lora = _lora_request(adapter) if adapter else None
         try:
-            async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+            outputs = self._llm.generate(
+                prompt,
+                params,
+                request_id,
+                lora_request=lora,
+                trace_headers=tracing.headers() or None,
+            )
+            async for output in outputs:
                 return output
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
@@ -332,7 +340,9 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         # Law 3: what is returned is the log-probability under the distribution sampled from.
         logprobs_mode="processed_logprobs",
         worker_extension_cls=worker_extension,
-        disable_log_stats=True,
+        # Its spans are made of them.
+        disable_log_stats=tracing.endpoint() is None,
+        otlp_traces_endpoint=tracing.endpoint(),
     )
 
 

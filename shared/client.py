@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from shared import calls
+from shared import calls, tracing
 from shared.calls import Call, Pieces, PromptLike, Target
 from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
 from shared.exchange import Exchange, Patience
@@ -79,7 +79,8 @@ class RolloutClient:
         import httpx
 
         self._exchange = Exchange(url, token, timeout)
-        self._http = httpx.Client(**self._exchange.options, transport=transport)
+        hooks = {"request": [tracing.carry]}
+        self._http = httpx.Client(**self._exchange.options, transport=transport, event_hooks=hooks)
 
     def rollout(
         self,
@@ -353,7 +354,10 @@ class AsyncRolloutClient:
         self._exchange = Exchange(url, token, timeout)
         # Thousands of prompts may be in flight, each waiting on a connection of its own.
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(**self._exchange.options, transport=transport, limits=limits)
+        hooks = {"request": [tracing.carry_async]}
+        self._http = httpx.AsyncClient(
+            **self._exchange.options, transport=transport, limits=limits, event_hooks=hooks
+        )
 
     async def rollout(
         self,

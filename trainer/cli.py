@@ -220,12 +220,13 @@ def _train(args: argparse.Namespace, console: Console) -> int:
     if args.dry_run:
         console.print(Text(to_toml(config)), end="")
         return 0
+    from shared import tracing
     from trainer.checkpoint import checkpoints
     from trainer.follower import follow
     from trainer.ranks import ranks_of
     from trainer.train import train
 
-    with ranks_of(config.model.device) as ranks:
+    with ranks_of(config.model.device) as ranks, tracing.exported("tito-trainer"):
         if ranks.rank > 0:
             follow(config, ranks)
             return 0

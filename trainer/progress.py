@@ -19,6 +19,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.text import Text
 
+from shared import tracing
 from shared.lesson import MAX_TRUNCATED_SHARE
 from trainer.evaluate import Evaluation
 from trainer.files import replace_text
@@ -123,12 +124,13 @@ class ProgressLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """On a terminal, show what the run is busy with."""
-        if self.console.is_terminal:
-            with self.console.status(name):
+        """What the run is busy with: a span, and on a terminal a line while it lasts."""
+        with tracing.span(name):
+            if self.console.is_terminal:
+                with self.console.status(name):
+                    yield
+            else:
                 yield
-        else:
-            yield
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from functools import partial
 
 from rich.console import Console
 
+from shared import tracing
 from shared.protocol import Rollout, Sample
 from trainer import ledger
 from trainer.batches import save_batch
@@ -63,7 +64,8 @@ def train(
             run.sampler.admit(step)
             while step < config.train.steps and not stop.requested:
                 step += 1
-                take_step(run, step)
+                with tracing.span("step", step=step):
+                    take_step(run, step)
                 if _due(step, config.evaluation.every, config.train.steps):
                     run.evaluate(step)
                 if _due(step, config.train.checkpoint_every, config.train.steps):

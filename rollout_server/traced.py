@@ -1,0 +1,37 @@
+"""A span for every request, under the caller's, when traces are exported."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared import tracing
+
+
+class TracedRequests:
+    """ASGI middleware. The route's name is known when the request has ended."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or tracing.endpoint() is None:
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        with tracing.span(scope["method"], Headers(scope=scope)) as span:
+            try:
+                await self._app(scope, receive, watch)
+            finally:
+                if span is not None:
+                    route = getattr(scope.get("route"), "path", "unknown")
+                    span.update_name(f"{scope['method']} {route}")
+                    span.set_attribute("http.route", route)
+                    span.set_attribute("http.response.status_code", status)

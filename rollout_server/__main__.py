@@ -22,6 +22,7 @@ except ModuleNotFoundError:  # a client that was installed alone has this comman
 
 from rollout_server.app import create_app
 from rollout_server.connections import KEEP_ALIVE_S, Connection
+from rollout_server.logs import configure
 from rollout_server.settings import ServerSettings, settings_from_args
 from rollout_server.start_failure import EngineDidNotStart
 from shared import tracing
@@ -34,9 +35,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def main() -> None:
     """Entry point of the console script; exits non-zero with two lines when it cannot serve."""
     settings = _settings()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure(settings.log_level, settings.log_format)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     failures: list[Exception] = []
 
@@ -54,6 +53,7 @@ def main() -> None:
         uvicorn.Config(
             app,
             log_level=settings.log_level,
+            log_config=None,
             access_log=False,
             http=Connection,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -18,6 +18,7 @@ from rollout_server.engine import Engine, VLLMEngine
 from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.http import ClientGone, error_answer
 from rollout_server.leases import Leases
+from rollout_server.logs import NamedRequests
 from rollout_server.metrics import Metrics
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
@@ -77,6 +78,7 @@ def create_app(
     app.state.body_silence = settings.body_silence
     app.add_middleware(TracedRequests)
     app.add_middleware(_RequestMetrics, metrics=metrics)
+    app.add_middleware(NamedRequests)
     for module in (rollout, score, reload, policies, status):
         app.include_router(module.router)
     if settings.rl_routes:

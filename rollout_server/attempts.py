@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_server.logs import event
 from rollout_server.policies import Policy, Publish, PublishState
 from shared import tracing
 from shared.protocol import PauseMode, ReloadResult
@@ -78,6 +79,16 @@ def attempt(policy: Policy, options: PublishOptions, ended: Ended) -> Iterator[P
         log.warning("publish by %s %s: %s", publish.publisher, publish.state, publish.reason)
         raise
     finally:
+        event(
+            log,
+            logging.INFO,
+            "publish",
+            policy=policy.name,
+            version=publish.version,
+            state=publish.state.value,
+            publisher=publish.publisher,
+            seconds=round(sum(publish.timings.values()), 3),
+        )
         ended(policy.name, publish)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from rollout_server.auth import Caller
 from rollout_server.job import Job, Name
+from rollout_server.logs import event
 from rollout_server.policies import Policies, Policy
 from rollout_server.preconditions import hold
 from rollout_server.recent import RecentGroups, RecentRollout
@@ -169,6 +170,7 @@ class Jobs:
 
             def finished(group: Group) -> None:
                 self._observe(group)
+                _log_group(group, policy)
                 if rollout is not None:
                     rollout.finished(group)
                 job.add(group)
@@ -184,6 +186,7 @@ class Jobs:
             job.failure = _CLOSING
         if self._is_named(job):
             self._kept_bytes += job.size
+        _log_end(job)
         self._settle(job)
         job.tell()
 
@@ -226,6 +229,34 @@ class Jobs:
         if job.timer is not None:
             job.timer.cancel()
             job.timer = None
+
+
+def _log_group(group: Group, policy: Policy) -> None:
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    event(
+        log,
+        logging.DEBUG,
+        "group",
+        group=group.id,
+        policy=policy.name,
+        version=group.samples[0].version,
+        samples=len(group.samples),
+        tokens=sum(len(sample.completion_ids) for sample in group.samples),
+    )
+
+
+def _log_end(job: Job) -> None:
+    event(
+        log,
+        logging.INFO,
+        "rollout",
+        caller=job.caller.name,
+        policy=job.heading.policy if job.heading else None,
+        groups=len(job.groups),
+        versions=",".join(map(str, sorted({s.version for g in job.groups for s in g.samples}))),
+        failure=job.failure.code if job.failure else None,
+    )
 
 
 def _told(job: Job, error: Exception) -> TitoError:

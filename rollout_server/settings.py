@@ -86,6 +86,9 @@ class ServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "Network", "Least severe messages shown."
     )
+    log_format: Literal["text", "json"] = _setting(
+        "text", "Network", "Lines for people, or a JSON object on each line."
+    )
 
     tokens_file: Path | None = _setting(
         None, "Access", "TOML file of bearer tokens; without one everybody may do everything."

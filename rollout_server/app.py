@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.auth import Authenticator
+from rollout_server.channels import Channels
 from rollout_server.engine import Engine, VLLMEngine
 from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.http import ClientGone, error_answer
@@ -22,6 +23,9 @@ from rollout_server.logs import NamedRequests
 from rollout_server.metrics import Metrics
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
+from rollout_server.routes import (
+    channels as channel_routes,
+)
 from rollout_server.routes import openai, policies, reload, rollout, score, status, viewer, vllm_rl
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
@@ -61,6 +65,8 @@ def create_app(
     )
     startup = Startup(settings, build_engine, metrics, recent)
 
+    channels = Channels(startup, leases, settings.channel_seconds)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(_start(startup, on_startup_failure))
@@ -68,6 +74,7 @@ def create_app(
         starting.cancel()  # nobody waits for an engine that is still loading
         with contextlib.suppress(asyncio.CancelledError):
             await starting
+        channels.close()
         await startup.close()
 
     app = FastAPI(title="Tito rollout server", version="1", lifespan=lifespan)
@@ -75,11 +82,12 @@ def create_app(
     app.state.metrics = metrics
     app.state.authenticator = authenticator
     app.state.leases = leases
+    app.state.channels = channels
     app.state.body_silence = settings.body_silence
     app.add_middleware(TracedRequests)
     app.add_middleware(_RequestMetrics, metrics=metrics)
     app.add_middleware(NamedRequests)
-    for module in (rollout, score, reload, policies, status):
+    for module in (rollout, score, reload, policies, channel_routes, status):
         app.include_router(module.router)
     if settings.rl_routes:
         app.state.pauses = Pauses(startup, leases, settings.rl_silence)

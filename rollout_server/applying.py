@@ -7,16 +7,22 @@ them no more, before a single token is generated. When that fails too, nothing i
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from rollout_server.arrivals import CANONICAL_FILE
 from rollout_server.attempts import PublishOptions, stage
 from rollout_server.checkpoints import Verified
 from rollout_server.engine import Engine, EngineDied
 from rollout_server.policies import Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
+from rollout_server.worker_links import WorkerLinks
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
 from shared.protocol import PauseMode, ReloadResult
+
+log = logging.getLogger("tito.publishing")
 
 _RESUME_ATTEMPTS = 2
 
@@ -55,28 +61,118 @@ class WeightSwitch:
             Conflict, EngineUnavailable: nothing has changed.
             EngineFailure: the load failed; the message says what is live now.
         """
-        policy, publish.state = self._policy, PublishState.APPLYING
-        version = max(policy.version, self._spool.newest_number(policy.name)) + 1
         # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
-        engine = self._supervisor.current()
-        with stage(publish, "pause"):
-            await self._pause(engine, options)
-        try:
+        engine, version = self._supervisor.current(), self._next_number()
+
+        async def load() -> None:
             with stage(publish, "load"):
                 await engine.load(verified.files)
                 await engine.stamp(version)
             with stage(publish, "commit"):
-                record = record_now(version, verified.digest, self._base.digest, publish.publisher)
-                target = await asyncio.to_thread(self._spool.commit, folder, policy.name, record)
+                files = await self._commit(publish, folder, version, verified)
+            await self._policy.advance(publish, version, verified.digest, files=files)
+
+        await self._while_paused(publish, engine, options, load)
+        await self._clear(self._spool.retire(self._policy.name, version))
+        return ReloadResult(version, verified.digest, publish.timings)
+
+    async def apply_staged(
+        self, publish: Publish, links: WorkerLinks, digest: str, options: PublishOptions
+    ) -> None:
+        """Pause, load what the workers hold already, check, stamp, resume; :meth:`settle` commits.
+
+        Args:
+            publish: its record.
+            links: to the workers.
+            digest: of what they hold.
+            options: say what becomes of samples in flight.
+
+        Raises:
+            Conflict, EngineUnavailable: nothing has changed.
+            EngineFailure: the load failed; the message says what is live now.
+        """
+        engine, version = self._supervisor.current(), self._next_number()
+        if engine is not links.engine:
+            raise Conflict("the engine was replaced, and what it had received is gone")
+        # Before a token is labelled with it: the file that would tell comes later.
+        await asyncio.to_thread(self._spool.reserve, self._policy.name, version)
+
+        async def load() -> None:
+            with stage(publish, "load"):
+                await links.load()
+                await engine.stamp(version)
+            await self._policy.advance(publish, version, digest, durable=False)
+
+        await self._while_paused(publish, engine, options, load)
+
+    async def settle(self, publish: Publish, links: WorkerLinks, applying: asyncio.Lock) -> None:
+        """Copy to the spool what :meth:`apply_staged` has made live, while generation goes on.
+
+        Until it returns nothing else may be loaded. A version that cannot be copied stays live,
+        and a failure later on leads back to the one before. One whose bytes are not those that
+        were verified does so now.
+        """
+        policy, version, digest = self._policy, publish.version, publish.digest
+        assert version is not None
+        assert digest is not None
+        folder = self._spool.stage()
+        try:
+            with stage(publish, "copy"):
+                path = folder / CANONICAL_FILE
+                found = await links.spill(path)
+                if found != digest:
+                    async with applying:
+                        await self._withdraw(links.engine, found)
+                    return
+                await asyncio.to_thread(self._spool.prepare, folder)
+                files = await self._commit(publish, folder, version, Verified((path,), digest))
+        except Exception as error:
+            publish.reason = f"there is no copy of it: {error}"
+            log.error("version %d is not durable: %s", version, error)
+            return
+        finally:
+            await asyncio.to_thread(self._spool.discard, folder)
+        if policy.version == version:
+            policy.made_durable(version, files)
+            await self._clear(self._spool.retire(policy.name, version))
+
+    async def _withdraw(self, engine: Engine, found: str) -> None:
+        """Bring the last good weights back: the live ones may not be those that were verified."""
+        reason = f"the trainer wrote into the buffer during a publish; its digest is now {found}"
+        log.error("version %d is withdrawn: %s", self._policy.version, reason)
+        await engine.pause(PauseMode.KEEP)
+        await self._restored(engine, RuntimeError(reason))
+
+    def _next_number(self) -> int:
+        policy = self._policy
+        return max(policy.newest_number, self._spool.newest_number(policy.name)) + 1
+
+    async def _commit(
+        self, publish: Publish, folder: Path, version: int, verified: Verified
+    ) -> tuple[Path, ...]:
+        """Make a staging folder a version's; where its files are from then on."""
+        record = record_now(version, verified.digest, self._base.digest, publish.publisher)
+        target = await asyncio.to_thread(self._spool.commit, folder, self._policy.name, record)
+        return tuple(target / file.name for file in verified.files)
+
+    async def _while_paused(
+        self,
+        publish: Publish,
+        engine: Engine,
+        options: PublishOptions,
+        load: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Load while nothing is generated; if that fails, restore before anything is again."""
+        publish.state = PublishState.APPLYING
+        with stage(publish, "pause"):
+            await self._pause(engine, options)
+        try:
+            await load()
         except Exception as error:
             publish.state = PublishState.ROLLED_BACK
             raise await self._restored(engine, error) from error
-        files = tuple(target / file.name for file in verified.files)
-        await policy.advance(publish, version, verified.digest, files=files)
         with stage(publish, "resume"):
             await self._resume(engine)
-        await self._clear(self._spool.retire(policy.name, version))
-        return ReloadResult(version, verified.digest, publish.timings)
 
     async def _clear(self, retired: list[Path]) -> None:
         """Remove versions that are not kept, after the answer but before another retires."""
@@ -120,6 +216,7 @@ class WeightSwitch:
     async def restore(self, engine: Engine) -> None:
         """Put the committed version into an engine that holds another, and label its tokens."""
         policy = self._policy
+        await policy.go_back()
         await engine.pause(PauseMode.KEEP)
         if policy.version or policy.files != self._base.files:
             await engine.load(policy.files)
@@ -132,7 +229,7 @@ class WeightSwitch:
         First into the engine that there is, then into a new one. If that fails too, the supervisor
         has closed: nothing is answered any more, rather than answered wrongly.
         """
-        version = self._policy.version
+        version = await self._policy.go_back()
         try:
             if isinstance(error, EngineDied):
                 await self._supervisor.replaced(engine)

@@ -44,9 +44,19 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
     Raises:
         BodyTooLarge, MalformedBody, UnsupportedMediaType, InvalidRequest: see each.
     """
+    document = await read_document(request, max_bytes)
+    return await asyncio.to_thread(validated, document, model)
+
+
+async def read_document(request: Request, max_bytes: int) -> Any:
+    """Read and decode a msgpack or JSON body, off the event loop.
+
+    Raises:
+        BodyTooLarge, MalformedBody, UnsupportedMediaType: see each.
+    """
     content_type = media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_bytes)
-    return await asyncio.to_thread(lambda: _validate(decode(body, content_type), model))
+    return await asyncio.to_thread(decode, body, content_type)
 
 
 async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
@@ -56,7 +66,7 @@ async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
         BodyTooLarge, MalformedBody, InvalidRequest: see each.
     """
     body = await read_body(request, max_bytes)
-    return await asyncio.to_thread(lambda: _validate(decode(body or b"{}", JSON), model))
+    return await asyncio.to_thread(lambda: validated(decode(body or b"{}", JSON), model))
 
 
 def read_query(request: Request, model: type[M]) -> M:
@@ -65,7 +75,7 @@ def read_query(request: Request, model: type[M]) -> M:
     Raises:
         InvalidRequest: a parameter is unknown or wrong.
     """
-    return _validate(dict(request.query_params), model)
+    return validated(dict(request.query_params), model)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -115,7 +125,12 @@ async def _unless_silent(
         yield chunk
 
 
-def _validate(document: Any, model: type[M]) -> M:
+def validated(document: Any, model: type[M]) -> M:
+    """The document as a model.
+
+    Raises:
+        InvalidRequest: it is not one.
+    """
     try:
         return model.model_validate(document)
     except ValidationError as error:

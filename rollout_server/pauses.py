@@ -185,6 +185,8 @@ class Pauses:
             Conflict: somebody else has paused the engine, dropped weights could not come back, or
                 the lease has ended.
         """
+        if level > 1:  # what is live must have a copy to come back from
+            await self._startup.service.publisher.settled()
         async with self._turn(caller) as service:
             if fence is not None:
                 self._leases.check(DEFAULT_POLICY, fence, owner=caller.name)
@@ -326,7 +328,7 @@ class Pauses:
 
 def _refuse_loss(policies: Policies) -> None:
     """Raise Conflict if weights that are dropped could not come back."""
-    if not policies.default.files:
+    if not (policies.default.files and policies.default.is_durable):
         raise Conflict("level 2 drops weights, and there is no checkpoint to restore")
     if adapters := [policy.name for policy in policies if policy.adapter]:
         raise Conflict(

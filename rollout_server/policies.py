@@ -80,7 +80,9 @@ class Policy:
     Attributes:
         name: ``default`` is the model that the engine was started with, and its successors.
         version: number of the live weights. For ``default``, 0 is the engine's own checkpoint.
-        files: canonical checkpoint of the live version, from which it can be restored.
+        durable_version: the newest version that can be restored; the live one, or for a moment the
+            one before.
+        files: canonical checkpoint of that version.
         adapter: what requests run on, for a LoRA policy.
         digests: digest of each version so far.
         changed: notified whenever another version is live.
@@ -95,7 +97,7 @@ class Policy:
         adapter: Adapter | None = None,
     ) -> None:
         self.name = name
-        self.version = version
+        self.version = self.durable_version = version
         self.files = files
         self.adapter = adapter
         self.digests = {version: digest}
@@ -124,6 +126,16 @@ class Policy:
         return bool(self._under_way)
 
     @property
+    def is_durable(self) -> bool:
+        """Whether the live version could be restored."""
+        return self.version == self.durable_version
+
+    @property
+    def newest_number(self) -> int:
+        """The highest version that ever was live here."""
+        return max(self.digests)
+
+    @property
     def _under_way(self) -> list[PublishState]:
         return [publish.state for publish in self.history if publish.state in _UNDER_WAY]
 
@@ -145,16 +157,43 @@ class Policy:
         *,
         files: tuple[Path, ...] = (),
         adapter: Adapter | None = None,
+        durable: bool = True,
     ) -> None:
-        """Make a publish the live version, and wake whoever waits for it."""
+        """Make a publish the live version, and wake whoever waits for it.
+
+        Args:
+            publish, version, digest: of it.
+            files, adapter: see the class.
+            durable: ``files`` are its own; else those there are stay, until :meth:`made_durable`.
+        """
         for earlier in self.history:
             if earlier.state is PublishState.LIVE:
                 earlier.state = PublishState.SUPERSEDED
         publish.state, publish.version, publish.digest = PublishState.LIVE, version, digest
-        self.version, self.files, self.adapter = version, files, adapter
+        self.version, self.adapter = version, adapter
         self.digests[version] = digest
+        if durable:
+            self.durable_version, self.files = version, files
         async with self.changed:
             self.changed.notify_all()
+
+    def made_durable(self, version: int, files: tuple[Path, ...]) -> None:
+        """A version can be restored from these files from now on."""
+        self.durable_version, self.files = version, files
+
+    async def go_back(self) -> int:
+        """Make the newest version that can be restored the live one again; its number."""
+        if not self.is_durable:
+            for publish in self.history:
+                if publish.version == self.version:
+                    publish.state = PublishState.ROLLED_BACK
+                    publish.reason = "it was lost before there was a copy of it"
+                elif publish.version == self.durable_version:
+                    publish.state = PublishState.LIVE
+            self.version = self.durable_version
+            async with self.changed:
+                self.changed.notify_all()
+        return self.version
 
     def describe(self) -> dict[str, Any]:
         """Plain data for ``GET /policies/{name}``, the newest publish first."""
@@ -164,6 +203,8 @@ class Policy:
             "state": self.state.value,
             "version": self.version,
             "digest": self.digest,
+            "durable": self.is_durable,
+            "durable_version": self.durable_version,
             "history": [asdict(publish) for publish in reversed(self.history)],
         }
 

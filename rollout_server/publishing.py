@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout_server import staging
 from rollout_server.applying import WeightSwitch
@@ -34,15 +36,19 @@ from rollout_server.checkpoints import (
     Verified,
     check_tensors,
     checkpoint_files,
+    reject_if,
     verify,
 )
 from rollout_server.deltas import apply_delta
 from rollout_server.policies import Policies, Publish, PublishState
 from rollout_server.spool import Spool
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, TitoError
+from shared.errors import Conflict, Problem, TitoError
 from shared.protocol import ReloadResult
-from shared.weights import encode_header
+from shared.weights import checkpoint_digest, encode_header
+
+if TYPE_CHECKING:
+    from rollout_server.channels import OpenChannel
 
 _SPARE_HEADER_BYTES = 64 << 10
 
@@ -62,7 +68,7 @@ class Publisher:
         ended: told of every publish that has come to an end.
 
     Attributes:
-        applying: see above.
+        applying, manifest: see above.
         restore: puts the committed version into an engine that holds another.
     """
 
@@ -82,19 +88,20 @@ class Publisher:
         self._supervisor = supervisor
         self._policies = policies
         self._policy = policies.default
-        self._manifest = manifest
+        self.manifest = manifest
         self._spool = spool
         self._base = base
         self._limits = limits
         self._slots = slots
         self._ended = ended
         self.applying = applying
+        self._settling: asyncio.Task[None] | None = None
         self._switch = WeightSwitch(supervisor, policies.default, spool, base)
         self.restore = self._switch.restore
 
     async def publish_stream(
         self,
-        chunks: AsyncIterator[bytes],
+        chunks: AsyncIterator[staging.Piece],
         *,
         announced: str | None,
         trailer: bool,
@@ -117,7 +124,7 @@ class Publisher:
             self._spool.recycle(folder / SENT_FILE)
             return CheckpointArrival(
                 folder,
-                self._manifest,
+                self.manifest,
                 announced=announced,
                 trailer=trailer,
                 max_bytes=self._limits.max_bytes,
@@ -126,7 +133,7 @@ class Publisher:
         return await self._upload(chunks, begin, options)
 
     async def publish_delta(
-        self, chunks: AsyncIterator[bytes], *, options: PublishOptions
+        self, chunks: AsyncIterator[staging.Piece], *, options: PublishOptions
     ) -> ReloadResult:
         """Publish the difference to the live version.
 
@@ -144,7 +151,7 @@ class Publisher:
         self._spool.recycle(out)
         try:
             with self._spool.reading(), Checkpoint(self._policy.files) as live:
-                digest = apply_delta(delta, live, self._manifest, out)
+                digest = apply_delta(delta, live, self.manifest, out)
         except TitoError:
             self._require_live(base)  # else its file may have been written over meanwhile
             raise
@@ -163,10 +170,75 @@ class Publisher:
         files = await asyncio.to_thread(staging.find_checkpoint, path, self._limits)
         return await self._from_files(files, announced, options)
 
+    async def publish_channel(
+        self,
+        channel: OpenChannel,
+        receive: Callable[[], Awaitable[None]],
+        *,
+        seconds: float,
+        durable: bool,
+        options: PublishOptions,
+    ) -> ReloadResult:
+        """Publish what the workers have received, or still have to.
+
+        It is live before there is a copy of it. Until there is, nothing else is loaded.
+
+        Args:
+            channel: leads to the workers; nobody else uses it meanwhile.
+            receive: returns when everything is there; may be cancelled.
+            seconds: how long verifying may take.
+            durable: return only when the copy is there.
+            options: see there.
+
+        Raises:
+            WeightsRejected, Conflict: nothing has changed.
+            EngineFailure: the transfer or the load failed; the message says what is live now.
+        """
+        await options.checked()
+        with attempt(self._policy, options, self._ended) as publish:
+            await self.settled()  # its buffer may still be the only copy of what is live
+            with stage(publish, "transfer"):
+                await receive()
+            publish.state = PublishState.STAGED
+            with stage(publish, "verify"):
+                digest = await _verified_in_place(channel, seconds)
+            publish.state, publish.digest = PublishState.VERIFIED, digest
+            result = await to_its_end(self._make_live(publish, channel, digest, options))
+            if durable:
+                await self.settled()
+            return replace(result, durable=self._policy.durable_version >= result.version)
+
+    async def _make_live(
+        self, publish: Publish, channel: OpenChannel, digest: str, options: PublishOptions
+    ) -> ReloadResult:
+        async with self._turn(options):
+            self._check_applicable(None)
+            await self._switch.apply_staged(publish, channel.links, digest, options)
+            settle = self._switch.settle(publish, channel.links, self.applying)
+            channel.settling = self._settling = asyncio.create_task(settle)
+        assert publish.version is not None
+        return ReloadResult(publish.version, digest, publish.timings)
+
+    async def settled(self, seconds: float | None = None) -> None:
+        """Wait until there is a copy of what is live, or there will be none."""
+        if self._settling is not None:
+            await asyncio.wait({self._settling}, timeout=seconds)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, options: PublishOptions) -> AsyncIterator[None]:
+        """Load weights inside: nobody else does, the publisher may, and a failure can be undone."""
+        while True:
+            await self.settled()
+            async with self.applying:
+                if self._settling is None or self._settling.done():
+                    async with options.committing():
+                        yield
+                    return
+
     def make_room(self) -> tuple[Path, int]:
         """A staging folder for :meth:`publish_folder`, and how long a header in it may be."""
         # Other dtypes than those served, and tied tensors, take some more.
-        header = len(encode_header(self._manifest.required.values()))
+        header = len(encode_header(self.manifest.required.values()))
         return self._spool.stage(), 2 * header + _SPARE_HEADER_BYTES
 
     async def discard(self, folder: Path) -> None:
@@ -193,7 +265,7 @@ class Publisher:
 
     async def _upload(
         self,
-        chunks: AsyncIterator[bytes],
+        chunks: AsyncIterator[staging.Piece],
         begin: Callable[[Path], Arrival],
         options: PublishOptions,
     ) -> ReloadResult:
@@ -235,14 +307,19 @@ class Publisher:
     def _verify_copies(self, folder: Path, announced: str | None) -> Verified:
         files = checkpoint_files(folder)
         with Checkpoint(files) as sent:
-            checks = check_tensors(sent, self._manifest)
-            verified = verify(sent, self._manifest, announced, folder / CANONICAL_FILE, checks)
+            checks = check_tensors(sent, self.manifest)
+            verified = verify(sent, self.manifest, announced, folder / CANONICAL_FILE, checks)
         for superseded in set(files) - set(verified.files):
             superseded.unlink()
         return verified
 
     def _require_live(self, digest: str) -> None:
         live = self._policy
+        if digest == live.digest and not live.is_durable:
+            raise Conflict(
+                f"there is no copy of version {live.version} to which a delta could be applied",
+                details={"version": live.version, "digest": live.digest},
+            )
         if digest != live.digest:
             raise Conflict(
                 f"the delta was made from {digest}, but version {live.version} is {live.digest}",
@@ -258,23 +335,32 @@ class Publisher:
     ) -> ReloadResult:
         try:
             publish.state = PublishState.STAGED
+            await self.settled()  # a delta is applied to the file of what is live
             with stage(publish, "verify"), staging.storage_errors():
                 verified = await asyncio.to_thread(check)
                 await asyncio.to_thread(self._spool.prepare, folder)
             publish.state, publish.digest = PublishState.VERIFIED, verified.digest
-            async with self.applying, options.committing():
-                self._check_applicable(verified)
+            async with self._turn(options):
+                self._check_applicable(verified.base)
                 return await self._switch.apply(publish, folder, verified, options)
         finally:
             await asyncio.to_thread(self._spool.discard, folder)
 
-    def _check_applicable(self, verified: Verified) -> None:
+    def _check_applicable(self, base: str | None) -> None:
         """Ask again, now that nobody else can publish, what was true when the upload began."""
         self._supervisor.current()
-        if verified.base is not None:
-            self._require_live(verified.base)
+        if base is not None:
+            self._require_live(base)
         if adapters := [policy.name for policy in self._policies if policy.adapter]:
             raise Conflict(
                 f"LoRA policies {', '.join(adapters)} belong to the weights that are live; "
                 "delete them before other full weights are published"
             )
+
+
+async def _verified_in_place(channel: OpenChannel, seconds: float) -> str:
+    """Digest of what the workers hold for a channel, if it may be loaded."""
+    hashes, broken = await channel.links.verify(seconds)
+    problems = [Problem(name, "NaN or infinite values", "finite values") for name in broken]
+    reject_if(problems, "the channel holds values that are not finite")
+    return checkpoint_digest((spec, hashes[spec.name]) for spec in channel.layout.specs)

@@ -51,6 +51,7 @@ log = logging.getLogger("tito.server")
 UNKNOWN_DIGEST = "0" * 32
 """Digest of weights that never were a checkpoint (``load_format="dummy"``)."""
 _STARTING_RETRY_S = 2.0
+_COPY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ class Startup:
         """Stop the engine and let go of the spool."""
         if self._service is not None:
             self._service.jobs.close()
+            await self._service.publisher.settled(_COPY_S)
         await self._supervisor.close()
         if self._spool is not None:
             self._spool.close()

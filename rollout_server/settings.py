@@ -157,6 +157,12 @@ class ServerSettings(BaseSettings):
         None, "Weights", "Keep committed versions here, so that they survive a restart."
     )
     spool_keep: int = _setting(2, "Weights", "Committed versions kept in the spool.", ge=1)
+    channel_seconds: float = _setting(
+        60.0,
+        "Weights",
+        "How long a transfer by ipc or nccl may take, and joining and verifying it.",
+        gt=0.0,
+    )
     reload_dirs: list[Path] = _setting(
         [], "Weights", "Directories from which /reload may read a path (repeatable)."
     )

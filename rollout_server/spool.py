@@ -3,7 +3,7 @@
     ROOT/staging/00000007/...                     one folder for each publish under way
     ROOT/policies/default/v00000012/record.json   a committed version, beside its files
     ROOT/retired/00000008/...                     a version about to be removed
-    ROOT/policies/mine/numbered                   how far the versions of a deleted policy went
+    ROOT/policies/mine/numbered                   how far a policy's versions went, if further
 
 A commit is one rename, after everything in the folder has reached the disk, so a crash leaves
 either the whole version or none of it. The last few versions are kept. A spool that is not durable
@@ -169,17 +169,21 @@ class Spool:
 
         A later policy of that name goes on from there: a version names one set of weights for good.
         """
-        folder, newest = self.root / "policies" / policy, self.newest_number(policy)
+        self.reserve(policy, self.newest_number(policy))  # before anything is removed
+        for version in (self.root / "policies" / policy).glob("v*"):
+            shutil.rmtree(version, ignore_errors=True)
+
+    def reserve(self, policy: str, number: int) -> None:
+        """Never give this number, or a lower one, to another version of the policy."""
+        folder = self.root / "policies" / policy
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f"{_NUMBERED}.new"
-        fresh.write_text(str(newest))
+        fresh.write_text(str(number))
         if self._durable:
             _sync(fresh)
-        fresh.rename(folder / _NUMBERED)  # whole or not at all, and before anything is removed
+        fresh.rename(folder / _NUMBERED)  # whole or not at all
         if self._durable:
             _sync(folder)
-        for version in folder.glob("v*"):
-            shutil.rmtree(version, ignore_errors=True)
 
     def newest_number(self, policy: str) -> int:
         """The highest version that ever had a folder here, intact or not, or 0."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from rollout_server.holding import hold_outputs
+from rollout_server.device_staging import DeviceStaging
 from rollout_server.start_failure import keep_reason
 from rollout_server.weight_check import Repacking, check_weights
 from rollout_server.weight_receiver import WeightReceiver
@@ -146,7 +147,7 @@ class _StagedCheckpoint:
         return None if file is None else file.get_tensor(name)
 
 
-class WeightLoader(WeightReceiver):
+class WeightLoader(DeviceStaging, WeightReceiver):
     """Worker methods of Tito; the names are prefixed because they share the worker's namespace."""
 
     vllm_config: Any

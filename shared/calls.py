@@ -196,7 +196,7 @@ def reset(target: Target) -> Call[ReloadResult]:
     path = f"/policies/{quote(target.policy, safe='')}/reset"
     params = {k: v for k, v in target.params().items() if k != "policy"}
     headers = target.headers(MSGPACK)
-    return Call("POST", path, _read_reload, headers, params, repeatable=False)
+    return Call("POST", path, read_reload, headers, params, repeatable=False)
 
 
 def policy(name: str) -> Call[dict[str, Any]]:
@@ -257,14 +257,15 @@ def _reload(
 ) -> Call[ReloadResult]:
     # Never repeated by itself: a publish whose answer was lost may have become a version.
     params = target.params()
-    return Call("POST", "/reload", _read_reload, headers, params, body, repeatable=False)
+    return Call("POST", "/reload", read_reload, headers, params, body, repeatable=False)
 
 
-def _read_reload(document: Any) -> ReloadResult:
+def read_reload(document: Any) -> ReloadResult:
+    """The answer of a publish."""
     try:
         durable = document.get("durable", True)  # older servers know nothing else
         return ReloadResult(document["version"], document["digest"], document["timings"], durable)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise MalformedBody(f"not a /reload answer: {error!r}") from None
 
 

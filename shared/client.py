@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from shared import calls, tracing
+from shared import calls, channel, tracing
 from shared.calls import Call, Pieces, PromptLike, Target
 from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
 from shared.exchange import Exchange, Patience
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     import httpx
 
     from shared.arrays import IdArray
+    from shared.channel import Channel
     from shared.delta_sender import DeltaBase
-    from shared.weights import LazyTensor
+    from shared.weights import LazyTensor, TensorSpec
 
 _POLL_S = 0.25
 _RESUMED_AT_ONCE = 64
@@ -205,6 +206,50 @@ class RolloutClient:
     ) -> ReloadResult:
         """Publish what the server can read: a checkpoint file or directory, or a PEFT adapter."""
         return self._call(calls.reload_path(path, Target(**target), digest))
+
+    def open_channel(
+        self, kind: str, specs: Sequence[TensorSpec], *, fence: int | None = None
+    ) -> Channel:
+        """Make the server's workers allocate a buffer for weights that do not come by HTTP.
+
+        Args:
+            kind: ``ipc``, for a process of the same host, or ``nccl``.
+            specs: the whole checkpoint, in the dtype that the server serves.
+            fence: number of the lease that the channel belongs to, and ends with.
+
+        Raises:
+            Conflict: somebody else has the lease, or publishes through a channel.
+            Forbidden: the server is on another host.
+            WeightsRejected: the tensors do not fit the model.
+        """
+        return self._call(channel.open_channel(kind, specs, fence=fence))
+
+    def await_channel(self, id: str, wait: float = 60.0) -> str:
+        """Wait until a channel's buffer may be written; its state, ``open`` unless it took longer.
+
+        Raises:
+            Conflict: the channel has ended.
+        """
+        return self._call(channel.await_channel(id, wait))
+
+    def reload_channel(self, id: str, *, durable: bool = False, **target: Any) -> ReloadResult:
+        """Publish what a channel holds, or what is being broadcast to it.
+
+        Args:
+            id: of the channel.
+            durable: return only when there is a copy of the weights; else ``await_channel`` waits
+                for it.
+            target: as for :meth:`reload`.
+
+        Raises:
+            WeightsRejected, Conflict: the live policy is as it was.
+            EngineFailure: the transfer or the load failed; the message says what is live.
+        """
+        return self._call(channel.reload_channel(id, Target(**target), durable=durable))
+
+    def close_channel(self, id: str) -> None:
+        """Give a channel's memory back."""
+        self._call(channel.close_channel(id))
 
     def reset(self, **target: Any) -> ReloadResult:
         """Publish the checkpoint that the server was started with, as a new version."""
@@ -433,6 +478,26 @@ class AsyncRolloutClient:
     ) -> ReloadResult:
         """See :meth:`RolloutClient.reload_path`."""
         return await self._call(calls.reload_path(path, Target(**target), digest))
+
+    async def open_channel(
+        self, kind: str, specs: Sequence[TensorSpec], *, fence: int | None = None
+    ) -> Channel:
+        """See :meth:`RolloutClient.open_channel`."""
+        return await self._call(channel.open_channel(kind, specs, fence=fence))
+
+    async def await_channel(self, id: str, wait: float = 60.0) -> str:
+        """See :meth:`RolloutClient.await_channel`."""
+        return await self._call(channel.await_channel(id, wait))
+
+    async def reload_channel(
+        self, id: str, *, durable: bool = False, **target: Any
+    ) -> ReloadResult:
+        """See :meth:`RolloutClient.reload_channel`."""
+        return await self._call(channel.reload_channel(id, Target(**target), durable=durable))
+
+    async def close_channel(self, id: str) -> None:
+        """See :meth:`RolloutClient.close_channel`."""
+        await self._call(channel.close_channel(id))
 
     async def reset(self, **target: Any) -> ReloadResult:
         """See :meth:`RolloutClient.reset`."""

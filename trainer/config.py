@@ -95,10 +95,12 @@ class ServerConfig(_Section):
     publish_dtype: DType = Field(
         default="bfloat16", description="What weights are cast to for sending."
     )
-    transport: Literal["full", "delta"] = Field(
-        default="full",
+    transport: Literal["http", "delta", "ipc", "nccl", "auto"] = Field(
+        default="http",
         description="delta sends what has changed, at the price of a copy of the weights for each "
-        "server in this process's memory; publish_dtype must be what the servers serve.",
+        "server in this process's memory; publish_dtype must be what the servers serve. ipc "
+        "copies into the memory of a server of this host, nccl broadcasts to its GPUs. auto takes "
+        "the fastest of ipc, nccl and http that works.",
     )
     sleep: Literal[0, 1, 2] = Field(
         default=0,

@@ -58,7 +58,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
 
     A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
     """
-    return [_lazy(name, tensor, dtype, dtype) for name, tensor in _distinct(model)]
+    return [_lazy(name, tensor, dtype, dtype) for name, tensor in distinct_tensors(model)]
 
 
 def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) -> str:
@@ -70,11 +70,12 @@ def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) ->
     """
     return checkpoint_digest(
         (sent.spec, xxhash.xxh3_128_hexdigest(sent.load()))
-        for sent in (_lazy(name, tensor, served, dtype) for name, tensor in _distinct(model))
+        for sent in (_lazy(name, tensor, served, dtype) for name, tensor in distinct_tensors(model))
     )
 
 
-def _distinct(model: nn.Module) -> Iterator[tuple[str, Merged]]:
+def distinct_tensors(model: nn.Module) -> Iterator[tuple[str, Merged]]:
+    """Every tensor of the model's checkpoint, tied ones once, to be computed one by one."""
     seen: set[int] = set()
     for name, tensor in merged_tensors(model):
         if id(tensor.base) not in seen:

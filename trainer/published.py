@@ -31,6 +31,10 @@ class Published:
         digests = {span.digest for sample in samples for span in sample.spans}
         return {digest: self._steps[digest] for digest in digests if digest in self._steps}
 
+    def knows(self, digest: str) -> bool:
+        """Whether this run has published these weights."""
+        return digest in self._steps
+
     def staleness(self, sample: Sample, step: int) -> int:
         """Steps between the oldest weights in a sample and those that ``step`` starts from.
 

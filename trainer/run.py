@@ -15,9 +15,7 @@ import transformers
 from rich.console import Console
 
 from shared.client import RolloutClient
-from shared.delta_sender import DeltaBase
-from shared.protocol import ReloadResult
-from trainer import evaluate, publish
+from trainer import evaluate
 from trainer.checkpoint import (
     RunState,
     latest_checkpoint,
@@ -39,6 +37,7 @@ from trainer.sampler import Sampler
 from trainer.server import Server
 from trainer.servers import ServerPool
 from trainer.trackers import open_trackers
+from trainer.transports import Say, transport_to
 
 _PROBE_TIMEOUT_S = 10.0
 
@@ -164,7 +163,7 @@ def open_run(
         )
         stack.enter_context(log)
         _announce(log, config, learner, began)
-        servers = stack.enter_context(_servers(config, learner, began))
+        servers = stack.enter_context(_servers(config, learner, began, log.say))
         if reason := servers.awaited():
             log.say(f"waiting up to {config.server.ready_timeout:g} s for a server: {reason}")
         sampler = Sampler(
@@ -190,28 +189,30 @@ def open_run(
         )
 
 
-def _servers(config: Config, learner: Learner, began: RunState) -> ServerPool:
-    dtype = getattr(torch, config.server.publish_dtype)
+@contextmanager
+def _servers(config: Config, learner: Learner, began: RunState, say: Say) -> Iterator[ServerPool]:
     servers = [
         Server(url, connect(config, url), probe=connect(config, url, _PROBE_TIMEOUT_S))
         for url in config.server.every_url()
     ]
-    with_deltas = config.server.transport == "delta"
-    bases = {server.client: DeltaBase() for server in servers} if with_deltas else {}
-
-    def send(client: RolloutClient, fence: int) -> ReloadResult:
-        base = bases.get(client)
-        return publish.publish(client, learner.model, dtype, fence=fence, base=base)
-
-    return ServerPool(
+    ways = {
+        server.client: transport_to(server.client, learner.model, config.server, say)
+        for server in servers
+    }
+    with ServerPool(
         servers,
-        send,
+        lambda client, fence: ways[client].publish(fence),
         Published(began.published),
         holder=_holder(Path(config.train.output)),
         fingerprint=learner.fingerprint,
         patience=config.server.ready_timeout,
         sleep_level=config.server.sleep,
-    )
+    ) as pool:
+        try:
+            yield pool
+        finally:
+            for way in ways.values():
+                way.close()
 
 
 def how_to_resume(output: Path) -> str:

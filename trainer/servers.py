@@ -38,6 +38,7 @@ from trainer.server import Server
 _LOOK_S = 0.25
 _MAX_PAUSE_S = 10.0
 _ENGINE_FAILURES = 3
+_STRANGE_ANSWERS = 3
 
 _LOST = (ServerUnreachable, EngineUnavailable, PreconditionFailed)
 """What a rollout fails with when its server is no longer what it was."""
@@ -223,12 +224,19 @@ class ServerPool:
         Raises:
             TitoError: the request cannot succeed anywhere, or the pool was closed.
         """
-        count, failures = len(prompts) * group_size, 0
+        count, failures, strange = len(prompts) * group_size, 0, 0
         while True:
             server, live = self._take(count)
             try:
-                return server.client.rollout(
+                rollout = server.client.rollout(
                     prompts, group_size=group_size, min_version=live.version, **settings
+                )
+                strange += 1
+                if not self._went_back(rollout, live) or strange == _STRANGE_ANSWERS:
+                    return rollout
+                raise EngineUnavailable(
+                    "its engine died before there was a copy of the weights, and went back to "
+                    "some that this run did not publish"
                 )
             except _LOST as error:
                 # Unless it was set aside and brought back while this request hung.
@@ -244,6 +252,17 @@ class ServerPool:
             finally:
                 with self._changed:
                     server.end(count)
+
+    def _went_back(self, rollout: Rollout, live: ReloadResult) -> bool:
+        """Whether some token is of weights from before what was asked for, and from before the run.
+
+        A publish that is not noted yet has a higher version.
+        """
+        return any(
+            span.version < live.version and not self.published.knows(span.digest)
+            for sample in rollout.samples
+            for span in sample.spans
+        )
 
     def _take(self, samples: int) -> tuple[Server, ReloadResult]:
         with self._changed:

@@ -13,10 +13,11 @@ from pydantic import BaseModel
 from shared.protocol import FENCE_HEADER, JSON, MSGPACK
 
 
-def body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """A document of a model, with an example that the server accepts."""
+def body(model: type[BaseModel], example: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A document of a model, with an example that the server accepts, if there can be one."""
     schema = _inlined(model.model_json_schema())
-    content = {JSON: {"schema": schema, "example": example}, MSGPACK: {"schema": schema}}
+    shown = {} if example is None else {"example": example}
+    content = {JSON: {"schema": schema, **shown}, MSGPACK: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -1,7 +1,7 @@
 """``POST /reload``: new weights, as a stream or a path that the server may read.
 
 The media type says what the body is: a safetensors file (full weights or, with PEFT's config in its
-metadata, a LoRA adapter), a delta, or a document that names a path.
+metadata, a LoRA adapter), a delta, or a document that names a path or a channel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller, caller_with, publish_scope
-from rollout_server.http import answer, body_stream, read_model, read_query
-from rollout_server.routes import documents
+from rollout_server.http import answer, body_stream, read_document, read_query, validated
+from rollout_server.routes import channels, documents
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import startup_of
 from rollout_server.service import Service
+from shared.channel_requests import ReloadFromChannel
 from shared.codec import media_type
 from shared.errors import BodyTooLarge, InvalidRequest, Problem
 from shared.protocol import (
@@ -42,7 +43,11 @@ _BODY = {
     "content": {
         SAFETENSORS: _FILE,
         DELTA: _FILE,
-        JSON: {"schema": ReloadFromPath.model_json_schema()},
+        JSON: {
+            "schema": {
+                "anyOf": [ReloadFromPath.model_json_schema(), ReloadFromChannel.model_json_schema()]
+            }
+        },
     },
 }
 _PARAMETERS = [
@@ -72,7 +77,12 @@ async def reload(request: Request, caller: Annotated[Caller, Depends(caller_with
         case "application/x-tito-delta":
             result = await _from_delta(request, service, query, options)
         case _:
-            result = await _from_path(request, service, query, options)
+            document = await read_document(request, _MAX_PATH_BODY_BYTES)
+            if isinstance(document, dict) and "channel" in document:
+                result = await _from_channel(request, caller, document, query, options)
+            else:
+                asked = validated(document, ReloadFromPath)
+                result = await _from_path(service, asked, query, options)
     return answer(request, asdict(result))
 
 
@@ -105,10 +115,23 @@ async def _from_delta(
     return await service.publisher.publish_delta(body_stream(request), options=options)
 
 
-async def _from_path(
-    request: Request, service: Service, query: ReloadQuery, options: PublishOptions
+async def _from_channel(
+    request: Request,
+    caller: Caller,
+    document: dict[str, Any],
+    query: ReloadQuery,
+    options: PublishOptions,
 ) -> ReloadResult:
-    asked = await read_model(request, ReloadFromPath, _MAX_PATH_BODY_BYTES)
+    asked = validated(document, ReloadFromChannel)
+    if query.policy != DEFAULT_POLICY:
+        problem = Problem("policy", query.policy, f"{DEFAULT_POLICY}; adapters are sent whole")
+        raise InvalidRequest("channels carry full weights only", problems=[problem])
+    return await channels.publish(request, caller, asked, options)
+
+
+async def _from_path(
+    service: Service, asked: ReloadFromPath, query: ReloadQuery, options: PublishOptions
+) -> ReloadResult:
     path = Path(asked.path)
     if query.policy == DEFAULT_POLICY:
         return await service.publisher.publish_path(path, announced=asked.digest, options=options)

@@ -6,6 +6,7 @@ from typing import cast
 
 from fastapi import Request
 
+from rollout_server.channels import Channels
 from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.leases import Leases
 from rollout_server.metrics import Metrics
@@ -27,6 +28,11 @@ def metrics_of(request: Request) -> Metrics:
 def leases_of(request: Request) -> Leases:
     """Who may publish which policy; there also while the engine is not."""
     return cast(Leases, request.app.state.leases)
+
+
+def channels_of(request: Request) -> Channels:
+    """Ways into the workers' memory."""
+    return cast(Channels, request.app.state.channels)
 
 
 def openai_of(request: Request) -> OpenAIServing:

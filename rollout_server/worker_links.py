@@ -1,0 +1,216 @@
+"""The server's hold on a channel's end in every worker: commands through sockets, not the engine.
+
+Calls of the engine wait for its current step; these do not, and a transfer in flight holds up
+nothing. Closing the sockets ends whatever the workers do for the channel, and frees its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rollout_server.engine import Engine
+from shared.channel import Kind, Memory, Rendezvous
+from shared.errors import Conflict, EngineFailure
+from shared.weights import TensorSpec
+
+_GRACE_S = 5.0
+_MAX_ANSWER_BYTES = 64 << 20
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """An engine whose workers can be called by the names of their methods."""
+
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """What each of them returns.
+
+        Raises:
+            EngineFailure: one of them raised.
+        """
+        ...
+
+
+class _Link:
+    """To one worker. One command at a time."""
+
+    def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.rank, self._reader, self._writer = rank, reader, writer
+        self._one_at_a_time = asyncio.Lock()
+
+    async def ask(self, command: dict[str, Any]) -> Any:
+        try:
+            async with self._one_at_a_time:
+                self._writer.write(json.dumps(command).encode() + b"\n")
+                await self._writer.drain()
+                line = await self._reader.readline()
+        except OSError as error:
+            raise EngineFailure(f"worker {self.rank} has gone: {error}") from None
+        if not line:
+            raise EngineFailure(f"worker {self.rank} has gone, or its channel was closed")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailure(f"worker {self.rank}: {answer['error']}")
+        return answer["ok"]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WorkerLinks:
+    """A channel's ends in all workers of an engine.
+
+    Attributes:
+        engine: whose workers they are.
+        kind: of the channel.
+        memory: of each worker, for a trainer of the same host.
+        rendezvous: for any other.
+        is_closed: nothing can be asked any more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        channel: str,
+        kind: Kind,
+        links: Sequence[_Link],
+        described: Sequence[dict[str, Any]],
+        secret: str,
+        interface: str,
+    ) -> None:
+        self.engine, self.kind, self._channel, self._links = engine, kind, channel, links
+        self.memory = tuple(Memory(**end["memory"]) for end in described if "memory" in end)
+        self.is_closed = False
+        self.rendezvous = None
+        if kind == "nccl":
+            self.rendezvous = Rendezvous(
+                size=1 + len(links),
+                unique_id=described[0].get("unique_id", ""),
+                addresses=tuple((interface, end["port"]) for end in described if "port" in end),
+                secret=secret,
+            )
+
+    @classmethod
+    async def open(
+        cls, engine: Engine, channel: str, kind: Kind, specs: Sequence[TensorSpec], interface: str
+    ) -> WorkerLinks:
+        """Make every worker allocate a buffer and listen.
+
+        Raises:
+            Conflict: the engine has no workers that could.
+            EngineFailure: one of them refused; it may lack the memory.
+        """
+        if not isinstance(engine, Workers):
+            raise Conflict("this engine takes no channels")
+        # Not in the spool: the name of a socket may be no longer than 107 characters.
+        folder, secret = Path(tempfile.mkdtemp(prefix="tito-")), secrets.token_hex(16)
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+        try:
+            described = await engine.call_workers(
+                "tito_channel_open",
+                channel=channel,
+                folder=str(folder),
+                kind=kind,
+                tensors=tensors,
+                interface=interface,
+                secret=secret,
+            )
+            described.sort(key=lambda end: int(end["rank"]))
+            links = [await _connected(folder, end["rank"]) for end in described]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return cls(engine, channel, kind, links, described, secret, interface)
+
+    async def join(self, seconds: float) -> None:
+        """Let the workers meet the trainer.
+
+        Raises:
+            EngineFailure: they did not, in time.
+        """
+        assert self.rendezvous is not None
+        rendezvous = asdict(self.rendezvous)
+        await self._all(
+            [
+                {"do": "join", "rank": 1 + link.rank, "rendezvous": rendezvous, "seconds": seconds}
+                for link in self._links
+            ],
+            seconds,
+        )
+
+    async def receive(self, seconds: float) -> None:
+        """Let the workers receive what the trainer broadcasts.
+
+        Raises:
+            EngineFailure: not all of it came, in time.
+        """
+        await self._all([{"do": "receive", "seconds": seconds}] * len(self._links), seconds)
+
+    async def verify(self, seconds: float) -> tuple[dict[str, str], list[str]]:
+        """Hash of each tensor, and which hold values that are not finite.
+
+        Raises:
+            EngineFailure: workers differ, or one of them failed.
+        """
+        reports = await self._all([{"do": "verify"}] * len(self._links), seconds)
+        if any(report != reports[0] for report in reports):
+            raise EngineFailure("the workers have received different tensors")
+        return reports[0]["hashes"], reports[0]["not_finite"]
+
+    async def spill(self, path: Path) -> str:
+        """Copy the tensors to a file; the digest of what was written.
+
+        Raises:
+            EngineFailure: that failed.
+        """
+        digest: str = await self._links[0].ask({"do": "spill", "path": str(path)})
+        return digest
+
+    async def load(self) -> list[Any]:
+        """Load what the channel holds into every worker's model. Only while paused.
+
+        Raises:
+            EngineFailure: the workers refused; their weights may be torn.
+        """
+        assert isinstance(self.engine, Workers)
+        return await self.engine.call_workers("tito_channel_load", channel=self._channel)
+
+    def close(self) -> None:
+        """Give up whatever the workers do for the channel, and free its memory."""
+        self.is_closed = True
+        for link in self._links:
+            link.close()
+
+    async def _all(self, commands: list[dict[str, Any]], seconds: float) -> list[Any]:
+        """Ask every worker at once; afterwards none works on, or the links are closed."""
+        asked = [link.ask(command) for link, command in zip(self._links, commands, strict=True)]
+        try:
+            async with asyncio.timeout(seconds + _GRACE_S):
+                return await asyncio.gather(*asked)
+        except TimeoutError:
+            self.close()
+            what = commands[0]["do"]
+            raise EngineFailure(f"{what} did not end within {seconds} s") from None
+        except BaseException:
+            self.close()
+            raise
+
+
+async def _connected(folder: Path, rank: int) -> _Link:
+    reader, writer = await asyncio.open_unix_connection(folder / str(rank), limit=_MAX_ANSWER_BYTES)
+    return _Link(rank, reader, writer)
+
+
+async def closed_after(links: WorkerLinks, work: asyncio.Task[Any] | None) -> None:
+    """Close the links once some work that needs them has ended, one way or another."""
+    if work is not None:
+        with contextlib.suppress(Exception):
+            await asyncio.wait({work})
+    links.close()

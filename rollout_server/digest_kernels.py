@@ -9,8 +9,8 @@ reordered, so one warp for each tensor walks over the sums of its blocks, a sixt
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 # What a kernel reads from outside must be a constant of the language.
 _LANES = tl.constexpr(8)

@@ -8,8 +8,8 @@ few launches over views that exist already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,31 +21,47 @@ from rollout_server.tensor_bits import in_words
 _Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-@dataclass(slots=True)
 class _Views:
     """Every region of one set of tensors beside the region of a parameter where it goes.
 
-    Attributes:
-        dense: targets and sources, for each kind of source; all contiguous.
-        strided: targets and sources that are not.
+    Args:
+        regions: names, targets and sources.
     """
 
-    dense: dict[Any, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    strided: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    words: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    cast: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    def __init__(self, regions: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        self._regions = list(regions)
+        self._names: list[str] = []
+        self._batch: Any = None
+        self._others = self._regions
+        if any(target.is_cuda for _, target, _ in self._regions):
+            self._others = self._batched()
+        self._names += [name for name, _, _ in self._others]
 
-    def add(self, name: str, target: Tensor, source: Tensor) -> None:
-        if source.is_contiguous() and target.is_contiguous():
-            targets, sources = self.dense.setdefault((source.dtype, source.device), ([], []))
-            targets.append(target)
-            sources.append(source)
-        else:
-            self.strided.append((target, source))
-        if source.dtype == target.dtype and source.device == target.device:
-            self.words.append((name, *in_words(target, source)))
-        else:
-            self.cast.append((name, target, source))
+    def _batched(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Take what can be done by one launch; what cannot is returned."""
+        from rollout_server import region_kernels
+
+        suits = [region_kernels.suits(target, source) for _, target, source in self._regions]
+        chosen = list(itertools.compress(self._regions, suits))
+        if chosen:
+            self._batch = region_kernels.Batch([(target, source) for _, target, source in chosen])
+            self._names = [name for name, _, _ in chosen]
+        return [region for region, suit in zip(self._regions, suits, strict=True) if not suit]
+
+    def copy(self) -> None:
+        if self._batch is not None:
+            self._batch.copy()
+        for _, target, source in self._others:
+            target.copy_(source, non_blocking=True)
+
+    def differing(self) -> list[str]:
+        verdicts = [] if self._batch is None else [self._batch.differs()]
+        for _, target, source in self._others:
+            served = source.to(device=target.device, dtype=target.dtype)
+            one, other = in_words(target, served)
+            verdicts.append(one.ne(other).any().view(1).int())
+        flags = torch.cat(verdicts).tolist() if verdicts else []
+        return sorted(set(itertools.compress(self._names, flags)))
 
 
 class LoadPlan:
@@ -55,7 +71,7 @@ class LoadPlan:
         self._layout = layout
         self._copies = copies
         self._seen: list[Any] = []
-        self._views = _Views()
+        self._views = _Views([])
 
     @classmethod
     def recorded(cls, model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadPlan:
@@ -87,12 +103,7 @@ class LoadPlan:
         Raises:
             ValueError: they have not; nothing was loaded.
         """
-        views = self._viewed(tensors)
-        for targets, sources in views.dense.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        # Among the others, one of these would cost the whole batch its fast path.
-        for target, source in views.strided:
-            target.copy_(source, non_blocking=True)
+        self._viewed(tensors).copy()
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names of tensors that the parameters do not hold, bit by bit; waits once, at the end.
@@ -103,28 +114,21 @@ class LoadPlan:
         Raises:
             ValueError: as there.
         """
-        views = self._viewed(tensors)
-        names = [name for name, _, _ in views.words + views.cast]
-        verdicts = [target.ne(source).any() for _, target, source in views.words]
-        for _, target, source in views.cast:
-            served = source.to(device=target.device, dtype=target.dtype)
-            one, other = in_words(target, served)
-            verdicts.append(one.ne(other).any())
-        flags = torch.stack(verdicts).tolist() if verdicts else []
-        return sorted({name for name, differs in zip(names, flags, strict=True) if differs})
+        return self._viewed(tensors).differing()
 
     def forget_sources(self) -> None:
         """Let go of the tensors that were given last, so that their memory can be freed."""
-        self._seen, self._views = [], _Views()
+        self._seen, self._views = [], _Views([])
 
     def _viewed(self, tensors: Mapping[str, Tensor]) -> _Views:
         seen = [(n, t.data_ptr(), t.shape, t.dtype, t.stride()) for n, t in tensors.items()]
         if seen != self._seen:
             self._check(tensors)
-            views = _Views()
-            for copy, target in self._copies:
-                views.add(copy.name, target, copy.source.of(tensors[copy.name]))
-            self._seen, self._views = seen, views
+            self._views = _Views(
+                (copy.name, target, copy.source.of(tensors[copy.name]))
+                for copy, target in self._copies
+            )
+            self._seen = seen
         return self._views
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +186,40 @@ def test_sources_can_be_let_go() -> None:
     plan.forget_sources()
     plan.apply(checkpoint(1))
     assert torch.equal(model.norm, checkpoint(1)["norm"])
+
+
+INTERPRETED = """
+import torch
+from rollout_server.region_kernels import Batch, suits
+sizes = [8, 16, 4096, 131072 - 8, 131072, 131072 + 8, 300_000]
+values = torch.randn(sum(sizes)).bfloat16()
+sources = list(values.split(sizes))
+pairs = [(torch.zeros_like(source), source) for source in sources]
+assert all(suits(*pair) for pair in pairs)
+assert not suits(torch.zeros(8), torch.zeros(8).bfloat16())
+assert not suits(torch.zeros(3, 4).t(), torch.zeros(4, 3))
+assert not suits(torch.zeros(9)[1:], torch.zeros(8))
+batch = Batch(pairs)
+assert batch.differs().tolist() == [1] * len(pairs)
+batch.copy()
+assert all(torch.equal(*pair) for pair in pairs)
+assert batch.differs().tolist() == [0] * len(pairs)
+for index, (target, _) in enumerate(pairs):
+    for element in (0, target.numel() - 1):
+        target.view(torch.int16)[element] ^= 1
+        assert batch.differs().tolist() == [int(i == index) for i in range(len(pairs))]
+        target.view(torch.int16)[element] ^= 1
+"""
+
+
+def test_kernels_copy_and_compare() -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},  # read when triton is imported
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

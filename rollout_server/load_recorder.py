@@ -45,6 +45,16 @@ class Region:
         return torch.Size(self.size).numel()
 
     @property
+    def is_dense(self) -> bool:
+        """Whether it has no gaps, and its elements are in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
     def end(self) -> int:
         """One more than the offset of its last element."""
         steps = zip(self.size, self.stride, strict=True)
@@ -96,6 +106,10 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in tensors:
             self._sources.setdefault(_storage(tensor), []).append((name, tensor))
             yield name, tensor
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._sources.clear()  # the layout is known now, and tensors take memory
 
     def writes(self, parameter: str) -> list[Write] | None:
         """What a parameter consists of, or None unless that is known of all of its elements.

@@ -4,6 +4,10 @@ A load that returns is no proof. vLLM fuses projections, pads vocabularies, and 
 matrices for its kernels and drops the originals; a layer that such a step forgot goes on with old
 weights and no error. So every parameter is compared bit by bit with the tensors it consists of.
 
+Which they are follows from the names where a worker holds the whole model. A worker that holds a
+shard is compared with those regions of the checkpoint that its loaders sliced out of it, as
+:class:`~rollout_server.load_recorder.LoadRecorder` saw them do.
+
 A repacked matrix cannot be read back, and packing it once more to compare would double the pause.
 It is proved in three steps instead: the plain matrix from which its kernel was built had every bit
 of the checkpoint (:class:`Repacking` looks at it when vLLM lets go of it), the layer computes with
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout_server.load_recorder import Copy, LoadRecorder, Write
+from rollout_server.tensor_bits import same_bits
+
 Read = Callable[[str], Tensor | None]
 """Gives the checkpoint's tensor of a name, or None if there is none."""
 
 _RANDOM_COLUMNS = 2
 _RANDOM = random.Random()  # torch's own decides what is sampled, and is left alone
 _SMALLEST = torch.finfo(torch.bfloat16).tiny  # kernels may take what is smaller for zero
-_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,19 @@ class CheckReport:
 
 
 class Repacking:
-    """Watches a load, and remembers which kernels were built from the checkpoint's bits.
+    """Watches a load: what goes where, and which kernels are built from the checkpoint's bits.
 
     Args:
-        model: vLLM's model, whole and unsharded.
+        model: vLLM's model.
         read: of the checkpoint that is being loaded.
+        sharded: the model holds but a part of some tensors.
     """
 
-    def __init__(self, model: nn.Module, read: Read) -> None:
+    def __init__(self, model: nn.Module, read: Read, *, sharded: bool = False) -> None:
         self._model = model
         self._read = read
+        self._sharded = sharded
+        self._recorder: LoadRecorder | None = None
         self._names = {module: _plain(name) for name, module in model.named_modules()}
         self._proved: dict[nn.Module, object] = {}
 
@@ -74,6 +83,33 @@ class Repacking:
             for method in methods:
                 del method.process_weights_after_loading
 
+    @contextlib.contextmanager
+    def recorded(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        """Look at every copy meanwhile; the model's loaders must be given what this yields.
+
+        The model has plain parameters now, or stand-ins for them on the meta device.
+        """
+        parameters = {_plain(name): tensor for name, tensor in self._model.named_parameters()}
+        self._recorder = LoadRecorder(parameters)
+        with self._recorder:
+            yield self._recorder.tracked(tensors)
+
+    def expected(self, name: str, parameter: Any) -> list[Tensor] | None:
+        """The tensors that, one after the other, make up a parameter; None if that is unknown."""
+        if (tensors := self._of(name)) is not None:
+            return tensors
+        # A tied parameter is found under the name of the one that the checkpoint holds.
+        names = [other for other, tied in self._model.named_parameters() if tied is parameter]
+        return self._of(_plain(names[0])) if names else None
+
+    def _of(self, name: str) -> list[Tensor] | None:
+        tensors = None if self._sharded else _named(self._model, name, self._read)
+        if tensors is None and self._recorder is not None:
+            return _stacked(self._recorder.writes(name), self._read)
+        return tensors
+
     def _repack(self, repack: Callable[[nn.Module], None], module: nn.Module) -> None:
         self._proved.pop(module, None)
         weight = getattr(module, "weight", None)
@@ -82,8 +118,8 @@ class Repacking:
         kernel = getattr(module, "cpu_linear", None)
         if kernel is None or matrix is None or module not in self._names:
             return
-        expected = _expected(self._model, f"{self._names[module]}.weight", weight, self._read)
-        if expected is not None and _same_rows(matrix, expected):
+        expected = self.expected(f"{self._names[module]}.weight", weight)
+        if expected is not None and _same_elements(matrix, expected):
             self._proved[module] = kernel
 
     def is_proved(self, module: nn.Module) -> bool:
@@ -92,17 +128,16 @@ class Repacking:
         return kernel is not None and self._proved.get(module) is kernel
 
 
-def check_weights(model: nn.Module, read: Read, repacking: Repacking) -> CheckReport:
-    """Compare a whole, unsharded model with a checkpoint.
+def check_weights(model: nn.Module, repacking: Repacking) -> CheckReport:
+    """Compare a model with the checkpoint that was loaded into it.
 
     Args:
-        model: vLLM's model; parameters may be fused, padded or repacked.
-        read: of the checkpoint.
+        model: vLLM's model; parameters may be fused, padded, sliced or repacked.
         repacking: has watched the load.
     """
     report = CheckReport()
     for module, name, parameter in _parameters(model):
-        expected = _expected(model, name, parameter, read)
+        expected = repacking.expected(name, parameter)
         if expected is None:
             report.unknown.append(name)
         elif _is_live(module, parameter, expected, repacking):
@@ -124,15 +159,6 @@ def _plain(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def _expected(model: nn.Module, name: str, parameter: Any, read: Read) -> list[Tensor] | None:
-    """The checkpoint tensors that, one below the other, make up a parameter."""
-    if (tensors := _named(model, name, read)) is not None:
-        return tensors
-    # A tied parameter is found under the name of the one that the checkpoint holds.
-    names = [other for other, tied in model.named_parameters() if tied is parameter]
-    return _named(model, _plain(names[0]), read) if names else None
-
-
 def _named(model: nn.Module, name: str, read: Read) -> list[Tensor] | None:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     module_name, _, leaf = name.rpartition(".")
@@ -143,36 +169,46 @@ def _named(model: nn.Module, name: str, read: Read) -> list[Tensor] | None:
     return tensors if len(tensors) == len(parts) else None
 
 
+def _stacked(writes: list[Write] | None, read: Read) -> list[Tensor] | None:
+    """What was written into a parameter, from its first element to its last."""
+    tensors: list[Tensor] = []
+    position = 0
+    for write in sorted(writes or [], key=lambda write: write.target.offset):
+        if write.target.offset != position or not write.target.is_dense:
+            return None
+        tensors.append(_written(write, read))
+        position += write.target.numel
+    return tensors or None
+
+
+def _written(write: Write, read: Read) -> Tensor:
+    if not isinstance(write, Copy):
+        return torch.full((), write.value).expand(write.target.size)
+    tensor = read(write.name)
+    assert tensor is not None, "it was copied a moment ago"
+    return write.source.of(tensor)
+
+
 def _is_live(
     module: nn.Module, parameter: nn.Parameter, expected: list[Tensor], repacking: Repacking
 ) -> bool:
-    if parameter.numel() and not _same_rows(parameter, expected):
+    if parameter.numel() and not _same_elements(parameter, expected):
         return False
     if not hasattr(module, "cpu_linear") or parameter is not module.weight:
         return True
     return repacking.is_proved(module) and _gives_back(module, parameter.dtype, expected)
 
 
-def _same_rows(parameter: Tensor, expected: list[Tensor]) -> bool:
-    start = 0
+def _same_elements(parameter: Tensor, expected: list[Tensor]) -> bool:
+    elements, start = parameter.detach().reshape(-1), 0
     for tensor in expected:
-        rows = parameter[start : start + len(tensor)]
-        same = tensor.to(device=parameter.device, dtype=parameter.dtype)
-        if rows.shape != same.shape or not _same_bits(rows, same):
+        some = elements[start : start + tensor.numel()]
+        same = tensor.to(device=parameter.device, dtype=parameter.dtype).reshape(-1)
+        as_wide = parameter.dim() < 2 or tensor.shape[-1:] == parameter.shape[-1:]
+        if not as_wide or some.shape != same.shape or not same_bits(some, same):
             return False
-        start += len(tensor)
-    return True  # rows beyond are padding
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype agree in every bit."""
-    pair = [tensor.detach().contiguous().view(-1) for tensor in (one, other)]
-    # Whole words compare several times faster than bfloat16, which is compared as float32.
-    in_words = all(
-        size * t.itemsize % _WORD == 0 for t in pair for size in (t.numel(), t.storage_offset())
-    )
-    kind = torch.int64 if in_words else torch.uint8
-    return torch.equal(pair[0].view(kind), pair[1].view(kind))
+        start += tensor.numel()
+    return True  # what is beyond is padding
 
 
 def _gives_back(module: Any, dtype: torch.dtype, expected: list[Tensor]) -> bool:

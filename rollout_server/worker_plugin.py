@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from rollout_server.holding import hold_outputs
 from rollout_server.device_staging import DeviceStaging
+from rollout_server.holding import hold_outputs
 from rollout_server.start_failure import keep_reason
 from rollout_server.weight_check import Repacking, check_weights
 from rollout_server.weight_receiver import WeightReceiver
@@ -156,9 +156,6 @@ class WeightLoader(DeviceStaging, WeightReceiver):
     def tito_load_weights(self, paths: list[str]) -> dict[str, int]:
         """Replace every weight of this worker's model, in place, and check what is live then.
 
-        A model that is sharded over several workers is checked for completeness only: which part
-        of a checkpoint's tensor a worker holds is known to vLLM's loaders alone.
-
         Args:
             paths: safetensors files that together hold a complete checkpoint.
 
@@ -170,13 +167,17 @@ class WeightLoader(DeviceStaging, WeightReceiver):
                 half-written: load a complete checkpoint before any forward pass.
         """
         with contextlib.ExitStack() as files:
-            staged = _StagedCheckpoint(paths, files)
-            repacking = Repacking(self.model_runner.get_model(), staged.read)
-            with repacking.watched():
-                self._tito_load(staged)
-            return self._tito_check(staged, repacking)
+            return self._tito_replace(_StagedCheckpoint(paths, files))
 
-    def _tito_load(self, staged: _StagedCheckpoint) -> None:
+    def _tito_replace(self, staged: Any) -> dict[str, int]:
+        """Load tensors that can be iterated over and read by name, and check what is live then."""
+        sharded = self.vllm_config.parallel_config.world_size > 1
+        repacking = Repacking(self.model_runner.get_model(), staged.read, sharded=sharded)
+        with repacking.watched():
+            self._tito_load(staged, repacking)
+        return self._tito_check(repacking)
+
+    def _tito_load(self, staged: Any, repacking: Repacking) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
@@ -189,7 +190,8 @@ class WeightLoader(DeviceStaging, WeightReceiver):
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             try:
-                loaded = model.load_weights(staged)
+                with repacking.recorded(staged) as tensors:
+                    loaded = model.load_weights(tensors)
             finally:
                 # Also after a failure: only a finished reload can be followed by another.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -199,12 +201,10 @@ class WeightLoader(DeviceStaging, WeightReceiver):
         if missing := sorted(expected - loaded):
             raise RuntimeError(f"{len(missing)} parameters were not loaded, first {missing[0]}")
 
-    def _tito_check(self, staged: _StagedCheckpoint, repacking: Repacking) -> dict[str, int]:
+    def _tito_check(self, repacking: Repacking) -> dict[str, int]:
         model = self.model_runner.get_model()
         count = sum(1 for _ in model.named_parameters())
-        if self.vllm_config.parallel_config.world_size > 1:
-            return {"parameters": count, "checked": 0}
-        report = check_weights(model, staged.read, repacking)
+        report = check_weights(model, repacking)
         if report.different:
             raise RuntimeError(
                 f"{len(report.different)} parameters differ from the checkpoint after the load, "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rollout_server.engine import VLLMEngine
+from rollout_server.weight_check import Repacking
 from rollout_server.worker_plugin import WeightLoader
 
 FAULT_VARIABLE = "TITO_TEST_FAULT"
@@ -31,18 +32,20 @@ class FaultyLoader(WeightLoader):
     """Loads as it should unless the fault file is there.
 
     ``raise`` and ``kill`` happen after half of the tensors, ``corrupt NAME`` changes the lowest
-    bit of one element of one tensor without a word.
+    bit of the last element of one tensor without a word. Among several workers it is the last one,
+    which holds that element if any does alone, that goes wrong.
     """
 
-    def _tito_load(self, staged: Any) -> None:
-        match _fault():
+    def _tito_load(self, staged: Any, repacking: Repacking) -> None:
+        last = self.rank == self.vllm_config.parallel_config.world_size - 1
+        match _fault() if last else []:
             case ["raise"]:
                 staged = _Interrupted(staged, _raise)
             case ["kill"]:
                 staged = _Interrupted(staged, _die)
             case ["corrupt", name]:
                 staged = _Corrupted(staged, name)
-        super()._tito_load(staged)
+        super()._tito_load(staged, repacking)
 
 
 def _fault() -> list[str]:
@@ -87,5 +90,5 @@ class _Corrupted:
         for name, tensor in self._staged:
             if name == self._name:
                 tensor = tensor.clone()  # noqa: PLW2901 - the file's own must stay as it is
-                tensor.view(-1).view(torch.int16)[tensor.numel() // 2] ^= 1
+                tensor.view(-1).view(torch.int16)[-1] ^= 1
             yield name, tensor

@@ -80,7 +80,7 @@ def loaded(model: Model, sent: Tensors, arrived: Tensors | None = None) -> Check
     repacking = Repacking(model, sent.get)
     with repacking.watched():
         model.load(arrived or sent)
-    return check_weights(model, sent.get, repacking)
+    return check_weights(model, repacking)
 
 
 def flipped(tensor: Tensor, element: int, bit: int = 0) -> Tensor:
@@ -140,13 +140,13 @@ def test_a_layer_that_was_not_repacked(model: Model) -> None:
         kernel, was = model.qkv.cpu_linear, model.qkv.weight
         model.load(new)
         model.qkv.cpu_linear, model.qkv.weight = kernel, was
-    assert check_weights(model, new.get, repacking).different == ["qkv.weight"]
+    assert check_weights(model, repacking).different == ["qkv.weight"]
 
 
 def test_a_kernel_built_before_the_load_counts_for_nothing(model: Model) -> None:
     sent = checkpoint(0)
     model.load(sent)
-    report = check_weights(model, sent.get, Repacking(model, sent.get))
+    report = check_weights(model, Repacking(model, sent.get))
     assert report.different == ["embed.weight", "qkv.weight"]
 
 
@@ -193,6 +193,5 @@ def test_the_samplers_random_numbers_are_left_alone(model: Model) -> None:
 
 
 def test_a_parameter_that_no_checkpoint_tensor_belongs_to(model: Model) -> None:
-    sent = checkpoint(0)
-    report = check_weights(model, lambda _: None, Repacking(model, sent.get))
+    report = check_weights(model, Repacking(model, lambda _: None))
     assert len(report.unknown) == 5

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_server.metrics import Metrics
+from tests.conftest import free_port
+from trainer.config import TrackingConfig
+from trainer.metrics import StepMetrics
+from trainer.trackers import Prometheus
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARDS = {
@@ -28,18 +35,33 @@ _SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_su
 
 
 def exposed() -> dict[str, set[str]]:
-    """Names of series that the server has, with their labels."""
-    metrics = Metrics()
+    """Names of series that the server and a trainer have, with their labels."""
+    return _series(Metrics()) | _series(_trainer())
+
+
+def _series(metrics: Any) -> dict[str, set[str]]:
     labels = {
         collector._name: set(collector._labelnames)
-        for collector in vars(metrics).values()
+        for collector in [*vars(metrics).values(), *getattr(metrics, "_gauges", {}).values()]
         if hasattr(collector, "_labelnames")
     }
+    text = generate_latest(metrics._registry).decode()
     return {
         family.name + suffix: labels[family.name] | ({"le"} if suffix == "_bucket" else set())
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(text)
+        if family.name in labels
         for suffix in _SUFFIXES[family.type]
     }
+
+
+@cache
+def _trainer() -> Prometheus:
+    """After a step and a measurement."""
+    tracker = Prometheus(TrackingConfig(metrics_port=free_port()))
+    tracker.log({f"train/{field.name}": 0.0 for field in fields(StepMetrics)}, 1)
+    tracker.log({"evaluation/greedy": 0.0}, 1)
+    tracker.close()
+    return tracker
 
 
 def provisioned(kind: str) -> Any:
@@ -98,8 +120,11 @@ def test_compose_mounts_what_is_provisioned() -> None:
     assert url == "http://prometheus:9090"
     assert compose["prometheus"]["ports"][0].endswith(":9090")
     scraped = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
-    (job,) = scraped["scrape_configs"]
+    job, training = scraped["scrape_configs"]
     alias = compose["server"]["networks"]["default"]["aliases"][0]
     port = compose["server"]["ports"][0].rsplit(":", 1)[1]
     assert job["static_configs"][0]["targets"] == [f"{alias}:{port}"]
     assert job["authorization"]["credentials_file"] == "/run/secrets/metrics_token"
+    command = compose["trainer-gpu"]["command"]
+    (port,) = (part.split("=")[1] for part in command if part.startswith("tracking.metrics_port"))
+    assert training["static_configs"][0]["targets"] == [f"trainer-gpu:{port}"]

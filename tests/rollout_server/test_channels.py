@@ -256,7 +256,7 @@ class TestOwnership:
         assert answer.status_code == 422
 
 
-_TRAINER = """
+KILLED_TRAINER = """
 import sys, time
 from tests.rollout_server.channel_support import named, sender_to
 from tests.rollout_server.support import base_weights, sharpened
@@ -287,8 +287,8 @@ def test_a_trainer_killed_in_the_middle_leaves_nothing_behind(
     memory = own_shared_memory()
     lease = server.client.lease(holder="run")
     lease.__enter__()
-    command = [sys.executable, "-c", _TRAINER, server.url, str(tiny_model), kind, str(lease.fence)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", KILLED_TRAINER, server.url, str(tiny_model), kind]
+    trainer = subprocess.Popen([*command, str(lease.fence)], stdout=subprocess.PIPE)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"in the middle\n"
     if kind == "nccl":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import torch
 import transformers
 
 from trainer.config import Config
@@ -34,6 +35,8 @@ def follow(config: Config, ranks: Ranks) -> None:
 def _obey(order: Order, learner: Learner, config: Config) -> None:
     if order.name == LEARN:
         learn_share(learner, Share.from_order(order), config)
+        if config.server.sleep and learner.device.type == "cuda":
+            torch.cuda.empty_cache()  # the server may have slept on this rank's GPU too
     elif order.name == GATHER:
         index, slot = order.details["index"], order.details["slot"]
         parameter = list(learner.model.parameters())[index]

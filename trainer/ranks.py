@@ -38,9 +38,11 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _ORDER_TIMEOUT = timedelta(days=7)
 """Between two orders lies a rollout. A rank that dies meanwhile is noticed at once all the same."""
 _LOOK_S = 1.0
-_GRACE_S = 10.0
+_GRACE_S = 5.0
 """For a rank that failed, or whose peer did, to end by itself."""
 _FAILED, _TOLD = "failed", "told"
+_OTHER_FAILED = "another rank has failed"
+_OTHER_LOST = "another rank has ended without a word"
 BEGIN, END = "begin", "end"
 
 
@@ -74,6 +76,7 @@ class Ranks:
         self._store: Any = None
         self._orders: dist.ProcessGroup | None = None
         self._over = threading.Event()
+        self._neighbours: list[int] = []
 
     def join(self, *, cuda: bool) -> None:
         """Meet the others.
@@ -95,6 +98,11 @@ class Ranks:
             timeout=_COLLECTIVE_TIMEOUT,
         )
         self._orders = dist.new_group(backend="gloo", timeout=_ORDER_TIMEOUT)
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(self.size):  # all on this machine
+            own = torch.tensor([os.getpid()])
+            pids = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(pids, own)
+            self._neighbours = [int(pid) for pid in pids]
         threading.Thread(target=self._watch, name="tito-ranks", daemon=True).start()
 
     def tell(self, orders: Sequence[Order]) -> None:
@@ -152,8 +160,8 @@ class Ranks:
     def failed(self, error: BaseException) -> str:
         """Note an error for the others; what the first one of all ranks is, and of which."""
         kind = "" if isinstance(error, TitoError) else f"{type(error).__name__}: "
-        found = f"rank {self.rank}: {kind}{str(error).strip() or 'no reason given'}"
-        assert self._store is not None
+        advice = f" ({error.advice})" if isinstance(error, TrainerError) and error.advice else ""
+        found = f"rank {self.rank}: {kind}{str(error).strip() or 'no reason given'}{advice}"
         try:
             return str(self._store.compare_set(_FAILED, "", found).decode())
         except RuntimeError:  # the store has gone with torchrun
@@ -178,20 +186,31 @@ class Ranks:
             self._store.wait([_TOLD], timedelta(seconds=2 * _GRACE_S))
 
     def _watch(self) -> None:
-        """End this process when another has failed and this one does not notice."""
-        assert self._store is not None
+        """End this process when another has ended and this one does not notice.
+
+        It may wait on its GPU for what will never come.
+        """
         while not self._over.wait(_LOOK_S):
             try:
-                if not self._store.check([_FAILED]):
-                    continue
-                reason = self._store.get(_FAILED).decode()
+                reason = self._trouble()
             except RuntimeError:  # the store has gone with torchrun
                 return
-            if not self._over.wait(_GRACE_S):
+            if reason and not self._over.wait(_GRACE_S):
                 if self.rank == 0:
-                    print(f"error: another rank has failed: {reason}", file=sys.stderr, flush=True)
+                    print(f"error: {reason}", file=sys.stderr, flush=True)
                     self._store.set(_TOLD, "")
                 os._exit(1)
+
+    def _trouble(self) -> str | None:
+        """What has become of another rank, if anything has."""
+        if self._store.check([_FAILED]):
+            return f"{_OTHER_FAILED}: {self._store.get(_FAILED).decode()}"
+        try:
+            for pid in self._neighbours:
+                os.kill(pid, 0)
+        except ProcessLookupError:
+            return _OTHER_LOST
+        return None
 
 
 ALONE = Ranks()
@@ -248,10 +267,10 @@ def _end(ranks: Ranks, error: BaseException) -> None:
     if ranks.rank == 0:
         ranks.told()
         if not first.startswith(own):
-            raise TrainerError(f"another rank has failed: {first}") from error
+            raise TrainerError(f"{_OTHER_FAILED}: {first}") from error
         if _is_lost_peer(error):
             raise TrainerError(
-                f"another rank has ended without a word: {str(error).splitlines()[0]}",
+                f"{_OTHER_LOST}: {str(error).splitlines()[0]}",
                 advice="what torchrun and the kernel's log say of it: was it out of memory?",
             ) from error
         return

@@ -215,9 +215,10 @@ def _servers(config: Config, learner: Learner, began: RunState, say: Say) -> Ite
                 way.close()
 
 
-def how_to_resume(output: Path) -> str:
-    """The command that goes on with a run."""
-    return f"python -m trainer train {shlex.quote(str(output / 'config.toml'))} --resume"
+def how_to_resume(output: Path, ranks: int = 1) -> str:
+    """The command that goes on with a run, with as many processes."""
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+    return f"{launcher} -m trainer train {shlex.quote(str(output / 'config.toml'))} --resume"
 
 
 def _holder(output: Path) -> str:

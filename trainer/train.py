@@ -72,7 +72,8 @@ def train(
                     run.save(step)
             if stop.requested:
                 run.save(step)
-                run.log.say(f"stopped after step {step}. To go on: {how_to_resume(run.output)}")
+                again = how_to_resume(run.output, ranks.size)
+                run.log.say(f"stopped after step {step}. To go on: {again}")
     return step == config.train.steps
 
 

@@ -1,11 +1,12 @@
 """Two ranks without a model, of which one fails, or which talk to each other.
 
-torchrun --nproc-per-node 2 tests/trainer/failing_rank.py waits|sleeps|tells
+torchrun --nproc-per-node 2 tests/trainer/failing_rank.py waits|sleeps|vanishes|tells
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -20,6 +21,8 @@ def break_down() -> None:
 
 
 def fail(ranks: Ranks, how: str) -> None:
+    if ranks.rank == 1 and how == "vanishes":
+        os._exit(0)  # which torchrun takes for a good end
     if ranks.rank == 1:
         break_down()
     if how == "waits":

@@ -1,10 +1,10 @@
 """A few optimizer steps on fixed samples, alone or under torchrun, and what came of them.
 
-    python tests/trainer/sharded_steps.py OUT.pt CONFIG.toml [CONFIG.toml ...] [--samples 8]
+    python tests/trainer/sharded_steps.py OUT.pt CONFIG.toml [CONFIG.toml ...] [--samples 8 ...]
     torchrun --nproc-per-node 2 tests/trainer/sharded_steps.py ...
 
-For each configuration in turn, rank 0 puts the figures of all steps and the weights after the last
-into the file.
+For each configuration and number of samples in turn, rank 0 puts the figures of all steps and the
+weights after the last into the file.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ class Done:
 
     Attributes:
         figures: of each step, as the loop logs them.
-        weights: float32, by name as they are published; none if they were not wanted.
+        weights: by name as they are published; none if they were not wanted.
         tokens_per_second: of each step.
+        loading_s: in which all tensors were made ready to be sent, one after the other.
     """
 
     figures: list[dict[str, Any]]
     weights: dict[str, Tensor]
     tokens_per_second: list[float]
+    loading_s: float
 
 
 def samples_of(work: Work, vocabulary: int) -> list[Sample]:
@@ -87,24 +89,24 @@ def take_steps(config: Config, work: Work, ranks: Ranks = ALONE) -> Done:
         started = time.perf_counter()
         figures.append(asdict(learn(learner, chosen, config)))  # its figures wait for the device
         speeds.append(tokens / (time.perf_counter() - started))
-    tensors = checkpoint_tensors(learner.model, torch.float32) if work.weights else []
-    weights = {
-        tensor.spec.name: torch.frombuffer(bytearray(tensor.load()), dtype=torch.float32)
-        for tensor in tensors
-    }
-    return Done(figures, weights, speeds)
+    dtype, weights, started = learner.model.dtype, {}, time.perf_counter()
+    for tensor in checkpoint_tensors(learner.model, dtype):
+        sent = tensor.load()
+        if work.weights:
+            weights[tensor.spec.name] = torch.frombuffer(bytearray(sent), dtype=dtype)
+    return Done(figures, weights, speeds, time.perf_counter() - started)
 
 
-def main(configs: Sequence[Config], out: Path, work: Work) -> None:
-    """All configurations, which train on the same device, in one group of processes."""
-    with ranks_of(configs[0].model.device) as ranks:
+def main(jobs: Sequence[tuple[Config, Work]], out: Path) -> None:
+    """All jobs, which use the same device, in one group of processes."""
+    with ranks_of(jobs[0][0].model.device) as ranks:
         done = []
-        for number, config in enumerate(configs, start=1):
+        for number, (config, work) in enumerate(jobs, start=1):
             if ranks.rank:
                 follow(config, ranks)
                 continue
             done.append(asdict(take_steps(config, work, ranks)))
-            if number < len(configs):
+            if number < len(jobs):
                 ranks.tell_all(END)
         if ranks.rank == 0:
             torch.save(done, out)
@@ -118,7 +120,10 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("configs", type=Path, nargs="+")
     parser.add_argument("--without-weights", dest="weights", action="store_false")
-    for name in ("steps", "samples", "shortest", "longest"):
+    parser.add_argument("--samples", type=int, nargs="+", default=[Work.samples])
+    for name in ("steps", "shortest", "longest"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Work, name))
     args = vars(parser.parse_args())
-    main([load_config(path, []) for path in args.pop("configs")], args.pop("out"), Work(**args))
+    out, configs = args.pop("out"), [load_config(path, []) for path in args.pop("configs")]
+    counts = args.pop("samples")
+    main([(c, Work(samples=count, **args)) for c in configs for count in counts], out)

@@ -84,18 +84,18 @@ def assert_same(one: Done, other: Done) -> None:
         assert (other.weights[name] - weight).norm() <= 5e-6 * weight.norm(), name
 
 
-@pytest.mark.parametrize("work", [Work(), Work(steps=1, samples=1)], ids=["many", "one sample"])
 def test_losses_gradients_and_weights_are_those_of_one_process(
-    configs: dict[str, Config], tmp_path: Path, work: Work
+    configs: dict[str, Config], tmp_path: Path
 ) -> None:
     files = [tmp_path / f"{number}.toml" for number in range(len(configs))]
     for file, config in zip(files, configs.values(), strict=True):
         file.write_text(to_toml(config), encoding="utf-8")
-    options = ("--steps", str(work.steps), "--samples", str(work.samples))
-    ended = torchrun(STEPS, tmp_path / "out.pt", *files, *options)
+    # One sample leaves a rank without any.
+    ended = torchrun(STEPS, tmp_path / "out.pt", *files, "--samples", "8", "1")
     assert ended.returncode == 0, ended.stderr
     found = [Done(**done) for done in torch.load(tmp_path / "out.pt", weights_only=True)]
-    for config, together in zip(configs.values(), found, strict=True):
+    works = [(config, Work(samples=samples)) for config in configs.values() for samples in (8, 1)]
+    for (config, work), together in zip(works, found, strict=True):
         alone = take_steps(config, work)
         assert all(figures["gradient_norm"] > 0 for figures in alone.figures)
         assert_same(alone, together)
@@ -179,6 +179,12 @@ def test_a_rank_that_raises_ends_all_and_rank_0_tells_of_it(who: str) -> None:
     # Only the rank where it happened shows where.
     assert ended.stderr.count("in break_down") == 1
     assert "ended all the same" not in ended.stdout
+
+
+def test_a_rank_that_vanishes_ends_all() -> None:
+    ended = torchrun(FAILING, "vanishes")
+    assert ended.returncode != 0
+    assert "error: another rank has ended without a word" in ended.stderr
 
 
 def test_orders_are_heard_as_they_were_told() -> None:

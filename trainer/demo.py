@@ -137,7 +137,8 @@ def rollout_server(model: Path, log: Path) -> Iterator[str]:
     """
     port = _free_port()
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
-    command += ["--max-model-len", str(CONTEXT)]
+    # So small a model gains less from CUDA graphs than it takes to compile and capture them.
+    command += ["--max-model-len", str(CONTEXT), "--eager"]
     with _terminable(), log.open("wb") as output:
         process = subprocess.Popen(
             command,

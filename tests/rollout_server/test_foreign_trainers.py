@@ -139,6 +139,22 @@ class TestVLLMsClient:
             assert greedy(real.client) == first.greedy(LONG_PROMPT, 10)
         assert real.client.info().version == version
 
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_weights_are_published_between_the_two_halves_of_waking_up(
+        self, real: Running, base: Weights, first: Weights, level: int
+    ) -> None:
+        version = make_live(real.client, base)
+        with real.client.lease(holder="sleepy") as lease:
+            real.client.sleep(level, fence=lease.fence)
+            real.client.wake_up("weights")
+            result = real.client.reload(lazy(first.tensors), fence=lease.fence)
+            real.client.wake_up("kv_cache")
+            assert greedy(real.client) == first.greedy(LONG_PROMPT, 10)
+            assert result.version == version + 1
+            real.client.sleep(level, fence=lease.fence)
+        real.client.wait_ready(60)  # the lease was given back
+        assert greedy(real.client) == first.greedy(LONG_PROMPT, 10)
+
     def test_what_trainers_look_up(self, real: Running) -> None:
         assert httpx.get(f"{real.url}/get_world_size").json() == {"world_size": 1}
         query = "config_format=json"

@@ -80,7 +80,7 @@ class AdapterPublisher:
     async def publish_stream(
         self,
         name: str,
-        chunks: AsyncIterator[bytes],
+        chunks: AsyncIterator[staging.Piece],
         *,
         announced: str | None,
         trailer: bool,

@@ -20,7 +20,7 @@ from rollout_server.checkpoints import (
     reject_unfit,
     verify,
 )
-from rollout_server.staging import open_over, write_all
+from rollout_server.staging import Piece, open_over, write_all
 from rollout_server.tensor_check import TensorCheck, TensorLook
 from shared.delta_reader import OPENING_BYTES, parse_base
 from shared.errors import BodyTooLarge, MalformedBody
@@ -33,7 +33,7 @@ CANONICAL_FILE = "canonical.safetensors"
 class Arrival(Protocol):
     """An upload of full weights, of whatever kind."""
 
-    def take(self, pieces: Sequence[bytes]) -> None:
+    def take(self, pieces: Sequence[Piece]) -> None:
         """Take the next bytes.
 
         Raises:
@@ -86,7 +86,7 @@ class CheckpointArrival:
         self._look: TensorLook | None = None
         self._checks: dict[str, TensorCheck] = {}
 
-    def take(self, pieces: Sequence[bytes]) -> None:
+    def take(self, pieces: Sequence[Piece]) -> None:
         if not self._end:
             for piece in pieces:
                 self._head += piece
@@ -112,9 +112,9 @@ class CheckpointArrival:
             raise BodyTooLarge(f"the upload exceeds {self._max_bytes} bytes")
         return True
 
-    def _cut(self, pieces: Sequence[bytes]) -> list[bytes]:
+    def _cut(self, pieces: Sequence[Piece]) -> list[Piece]:
         """What of the pieces belongs to the file; the rest is its digest."""
-        content, room = [], self._end - self._position
+        content, room = list[Piece](), self._end - self._position
         for piece in pieces:
             content.append(piece[:room])
             self._tail += piece[room:]
@@ -123,7 +123,7 @@ class CheckpointArrival:
             raise MalformedBody(f"the checkpoint goes on after byte {self._end}, its end")
         return content
 
-    def _look_at(self, piece: bytes) -> None:
+    def _look_at(self, piece: Piece) -> None:
         start, self._position = self._position, self._position + len(piece)
         while self._ahead and self._ahead[0].start <= self._position:
             item = self._ahead[0]
@@ -185,7 +185,7 @@ class DeltaArrival:
         self._opening = b""
         self._base: str | None = None
 
-    def take(self, pieces: Sequence[bytes]) -> None:
+    def take(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if len(self._opening) < OPENING_BYTES:
                 self._opening += piece[:OPENING_BYTES]

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 
+from rollout_server.bodies import EXTENSION, LargeBody, paced
 from shared.codec import decode, encode, media_type
 from shared.errors import (
     BodyTooLarge,
     InvalidRequest,
-    MalformedBody,
     Problem,
     TitoError,
     Unauthorized,
@@ -93,36 +93,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def body_stream(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body as it comes in.
+def body_stream(request: Request) -> AsyncGenerator[bytes | memoryview, None]:
+    """The body as it comes in; a piece stays as it is until three more have been asked for.
 
     Raises:
         UnsupportedMediaType: it is compressed, so that its size says nothing about what it holds.
-        MalformedBody: while it is read: nothing came for as long as the server waits.
+        MalformedBody, ClientDisconnect: while it is read: it came too slowly, or not to its end.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMediaType(
             f"Content-Encoding {encoding[:_SHOWN_CHARS]!r} is not understood; send it as it is"
         )
-    return _unless_silent(request.stream(), request.app.state.body_silence)
-
-
-async def _unless_silent(
-    chunks: AsyncGenerator[bytes, None], seconds: float
-) -> AsyncGenerator[bytes, None]:
-    """The same chunks; a caller whose machine has gone would be waited for for ever."""
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
-                chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise MalformedBody(
-                f"the body is cut short: nothing of it came for {seconds:g} s"
-            ) from None
-        if chunk is None:
-            return
-        yield chunk
+    silence = request.app.state.body_silence
+    large: LargeBody | None = request.scope.get("extensions", {}).get(EXTENSION)
+    return paced(request.stream(), silence) if large is None else large.chunks(silence)
 
 
 def validated(document: Any, model: type[M]) -> M:

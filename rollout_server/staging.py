@@ -32,6 +32,9 @@ _BATCH_CHUNKS = 512  # a system call writes up to 1024 pieces
 _SHOWN_CHARS = 200
 _BUSY_RETRY_S = 5.0
 
+Piece = bytes | memoryview
+"""Of a body. A view shows other bytes once three more pieces have been asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
@@ -88,7 +91,7 @@ def storage_errors() -> Iterator[None]:
         ) from error
 
 
-async def receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> None:
+async def receive(chunks: AsyncIterator[Piece], path: Path, max_bytes: int) -> None:
     """Write an upload to a new file, off the event loop.
 
     Raises:
@@ -100,7 +103,7 @@ async def receive(chunks: AsyncIterator[bytes], path: Path, max_bytes: int) -> N
 
 
 async def hand_on(
-    chunks: AsyncIterator[bytes], take: Callable[[list[bytes]], None], max_bytes: int
+    chunks: AsyncIterator[Piece], take: Callable[[list[Piece]], None], max_bytes: int
 ) -> None:
     """Hand an upload on in batches, in a thread; the next batch arrives meanwhile.
 
@@ -114,7 +117,7 @@ async def hand_on(
         BodyTooLarge: it exceeds ``max_bytes``.
         InsufficientStorage: the disk is full.
     """
-    received, size, batch = 0, 0, list[bytes]()
+    received, size, batch = 0, 0, list[Piece]()
     enough = _FIRST_BATCH_BYTES
     taking = asyncio.ensure_future(asyncio.sleep(0))
     try:
@@ -136,7 +139,7 @@ async def hand_on(
         await asyncio.wait({taking})
 
 
-def _take(take: Callable[[list[bytes]], None], batch: list[bytes]) -> None:
+def _take(take: Callable[[list[Piece]], None], batch: list[Piece]) -> None:
     with storage_errors():
         take(batch)
 
@@ -146,7 +149,7 @@ def open_over(path: Path) -> io.FileIO:
     return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
 
 
-def write_all(descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
+def write_all(descriptor: int, pieces: Sequence[Piece]) -> None:
     """Write pieces one after the other; at most as many as one system call takes."""
     left = deque(memoryview(piece) for piece in pieces)
     while left:

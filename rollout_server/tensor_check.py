@@ -99,7 +99,13 @@ def count_not_finite(bits: NDArray[Any], dtype: str, served: str) -> int:
     least = _LEAST_INFINITE.get((dtype, served))
     if least is None:
         return 0
-    magnitude = bits & ((1 << (8 * bits.itemsize - 1)) - 1)
+    if not bits.size:
+        return 0
+    sign = 1 << (8 * bits.itemsize - 1)
+    # Read with a sign and without one: the largest of each tell it, and nothing is copied.
+    if bits.view(f"<i{bits.itemsize}").max() < least and bits.max() < sign + least:
+        return 0
+    magnitude = bits & (sign - 1)
     return int(np.count_nonzero(magnitude >= least))
 
 

@@ -26,6 +26,7 @@ import uvicorn
 from fastapi import FastAPI
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+from uvicorn.config import LoopFactoryType
 
 from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.engine import Completion, Scored, VersionSpan
@@ -312,7 +313,9 @@ def _raise_next(errors: list[Exception | None]) -> None:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI, *, keep_alive: int = KEEP_ALIVE_S) -> Iterator[str]:
+def serving(
+    app: FastAPI, *, keep_alive: int = KEEP_ALIVE_S, loop: LoopFactoryType = "auto"
+) -> Iterator[str]:
     """The application on a real socket, served from a thread; yields its URL."""
     config = uvicorn.Config(
         app,
@@ -322,6 +325,7 @@ def serving(app: FastAPI, *, keep_alive: int = KEEP_ALIVE_S) -> Iterator[str]:
         access_log=False,
         http=Connection,
         timeout_keep_alive=keep_alive,
+        loop=loop,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

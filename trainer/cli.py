@@ -223,7 +223,7 @@ def _train(args: argparse.Namespace, console: Console) -> int:
     from shared import tracing
     from trainer.checkpoint import checkpoints
     from trainer.follower import follow
-    from trainer.ranks import ranks_of
+    from trainer.torchrun import ranks_of
     from trainer.train import train
 
     with ranks_of(config.model.device) as ranks, tracing.exported("tito-trainer"):

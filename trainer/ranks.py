@@ -18,9 +18,8 @@ import os
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -32,7 +31,7 @@ from torch import Tensor
 from shared.codec import decode, encode
 from shared.errors import TitoError
 from shared.protocol import MSGPACK
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import TrainerError
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _ORDER_TIMEOUT = timedelta(days=7)
@@ -41,8 +40,8 @@ _LOOK_S = 1.0
 _GRACE_S = 5.0
 """For a rank that failed, or whose peer did, to end by itself."""
 _FAILED, _TOLD = "failed", "told"
-_OTHER_FAILED = "another rank has failed"
-_OTHER_LOST = "another rank has ended without a word"
+OTHER_FAILED = "another rank has failed"
+OTHER_LOST = "another rank has ended without a word"
 BEGIN, END = "begin", "end"
 
 
@@ -76,6 +75,7 @@ class Ranks:
         self._store: Any = None
         self._orders: dist.ProcessGroup | None = None
         self._over = threading.Event()
+        self._telling = False
         self._neighbours: list[int] = []
 
     def join(self, *, cuda: bool) -> None:
@@ -169,6 +169,7 @@ class Ranks:
 
     def told(self) -> None:
         """Rank 0 is about to tell of a failure, and must not be ended by torchrun before."""
+        self._telling = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(RuntimeError):
@@ -196,7 +197,7 @@ class Ranks:
             except RuntimeError:  # the store has gone with torchrun
                 return
             if reason and not self._over.wait(_GRACE_S):
-                if self.rank == 0:
+                if self.rank == 0 and not self._telling:
                     print(f"error: {reason}", file=sys.stderr, flush=True)
                     self._store.set(_TOLD, "")
                 os._exit(1)
@@ -204,86 +205,13 @@ class Ranks:
     def _trouble(self) -> str | None:
         """What has become of another rank, if anything has."""
         if self._store.check([_FAILED]):
-            return f"{_OTHER_FAILED}: {self._store.get(_FAILED).decode()}"
+            return f"{OTHER_FAILED}: {self._store.get(_FAILED).decode()}"
         try:
             for pid in self._neighbours:
                 os.kill(pid, 0)
         except ProcessLookupError:
-            return _OTHER_LOST
+            return OTHER_LOST
         return None
 
 
 ALONE = Ranks()
-
-
-@contextmanager
-def ranks_of(device: str) -> Iterator[Ranks]:
-    """This process's place among those that torchrun started with it, until the block ends.
-
-    Whatever ends the block on one rank ends all of them. Only rank 0 tells why.
-
-    Args:
-        device: that the model is trained on, as in the configuration.
-
-    Raises:
-        ConfigError: there are too few GPUs, or all ranks would share one.
-        TrainerError: on rank 0, another rank has failed.
-        SystemExit: on other ranks, any has.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield ALONE
-        return
-    ranks = Ranks(*(int(os.environ.get(x, "0")) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-    ranks.join(cuda=_uses_gpus(device))
-    try:
-        yield ranks
-        ranks.leave()
-    except BaseException as error:
-        _end(ranks, error)
-        raise
-
-
-def _uses_gpus(device: str) -> bool:
-    """Whether each rank has a GPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(
-            f"model.device = {device!r} with several ranks: each takes a GPU of its own",
-            advice="model.device may be auto, cuda or cpu",
-        )
-    wanted, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if device == "cuda" or (device == "auto" and there):
-        if wanted > there:
-            raise ConfigError(
-                f"{wanted} ranks on a machine with {there} GPUs",
-                advice="lower --nproc-per-node, or set model.device = cpu",
-            )
-        return True
-    return False
-
-
-def _end(ranks: Ranks, error: BaseException) -> None:
-    """Decide what a rank does about an error: rank 0 tells of the first, the others are silent."""
-    first, own = ranks.failed(error), f"rank {ranks.rank}: "
-    if ranks.rank == 0:
-        ranks.told()
-        if not first.startswith(own):
-            raise TrainerError(f"{_OTHER_FAILED}: {first}") from error
-        if _is_lost_peer(error):
-            raise TrainerError(
-                f"{_OTHER_LOST}: {str(error).splitlines()[0]}",
-                advice="what torchrun and the kernel's log say of it: was it out of memory?",
-            ) from error
-        return
-    if first.startswith(own) and not _is_lost_peer(error):
-        if not isinstance(error, TitoError):  # a bug, which only this rank can show
-            traceback.print_exception(error)
-            sys.stderr.flush()
-        ranks.hang_up()
-    raise SystemExit(1) from error
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    said = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in said for sign in ("Connection closed by peer", "Connection reset by peer")
-    )

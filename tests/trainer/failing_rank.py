@@ -13,7 +13,8 @@ import time
 import torch
 
 from shared.errors import TitoError
-from trainer.ranks import Order, Ranks, ranks_of
+from trainer.ranks import Order, Ranks
+from trainer.torchrun import ranks_of
 
 
 def break_down() -> None:

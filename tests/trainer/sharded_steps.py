@@ -26,7 +26,8 @@ from trainer.config_file import load_config
 from trainer.follower import follow
 from trainer.learner import build_learner
 from trainer.publish import checkpoint_tensors
-from trainer.ranks import ALONE, BEGIN, END, Ranks, ranks_of
+from trainer.ranks import ALONE, BEGIN, END, Ranks
+from trainer.torchrun import ranks_of
 from trainer.update import TrainingSet, learn
 
 

@@ -201,3 +201,18 @@ def test_a_server_that_goes_and_comes_back_leaves_no_rank_behind(
         server.start()
     assert training.wait() == 0, training.printed()
     assert training.steps() == 12
+
+
+@pytest.mark.slow
+def test_a_real_server_samples_from_what_two_ranks_publish(
+    config_of: Callable[..., Config], server_url: str, tmp_path: Path
+) -> None:
+    fake = config_of("real", steps=3)
+    server = fake.server.model_copy(update={"url": server_url, "publish_dtype": "bfloat16"})
+    rollout = fake.rollout.model_copy(update={"seeded": False})
+    training = together(fake.model_copy(update={"server": server, "rollout": rollout}), tmp_path)
+    assert training.wait() == 0, training.printed()
+    metrics = read_records(tmp_path / "real" / "metrics.jsonl")
+    # Sampler and trainer agree about the samples of every policy but for bfloat16.
+    assert [m["kl_sampler"] < 2e-3 for m in metrics] == [True] * 3
+    assert all(m["updates"] == 1 and m["gradient_norm"] > 0 for m in metrics)

@@ -22,9 +22,10 @@ from trainer.config_file import to_toml
 from trainer.errors import ConfigError
 from trainer.grpo import token_weights
 from trainer.learner import build_learner
-from trainer.ranks import ALONE, Ranks, ranks_of
+from trainer.ranks import ALONE, Ranks
 from trainer.shares import Share, split
 from trainer.tiny_policy import build_tokenizer
+from trainer.torchrun import ranks_of
 
 STEPS = Path(__file__).with_name("sharded_steps.py")
 FAILING = Path(__file__).with_name("failing_rank.py")

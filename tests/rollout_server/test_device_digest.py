@@ -44,6 +44,23 @@ def test_kernels_agree_with_xxhash() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_digests_on_a_gpu() -> None:
+    lengths = [1, 240, 1025, 65536, 65537, 65600, 70_000, 1 << 20, (1 << 20) + 1, 77_777_777]
+    buffer = torch.randint(256, (sum(lengths),), dtype=torch.uint8, device="cuda")
+    contents = {str(len(piece)): piece for piece in buffer.split(lengths)}
+    wanted = {
+        name: xxhash.xxh3_128_hexdigest(piece.cpu().numpy().data)
+        for name, piece in contents.items()
+    }
+    assert tensor_digests(contents) == wanted
+    assert tensor_digests({"65537": contents["65537"]}) == {"65537": wanted["65537"]}
+    half = buffer[: 1 << 20].view(torch.bfloat16)
+    half.fill_(1.0)
+    half[-1] = float("nan")
+    assert not_finite({"half": half, "other": torch.ones(3, device="cuda")}) == ["half"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_digests_are_those_of_checkpoints(dtype: torch.dtype) -> None:
     tensors = {

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from rollout_server.load_plan import LoadPlan
 
 WIDTH = 32
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 Tensors = dict[str, Tensor]
 
 
@@ -80,20 +82,30 @@ def shard(request: Any) -> tuple[int, int]:
     return request.param  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", [dict, flat])
 def test_the_same_load_again(
-    shard: tuple[int, int], dtype: torch.dtype, layout: Callable[[Tensors], Tensors]
+    shard: tuple[int, int],
+    dtype: torch.dtype,
+    layout: Callable[[Tensors], Tensors],
+    device: str,
 ) -> None:
-    model = Model(*shard)
-    plan = LoadPlan.recorded(model, layout(checkpoint(0, dtype)))
+    model = Model(*shard).to(device)
+
+    def there(seed: int) -> Tensors:
+        return layout({name: t.to(device) for name, t in checkpoint(seed, dtype).items()})
+
+    plan = LoadPlan.recorded(model, there(0))
     for seed in (0, 1, 2):
-        tensors = layout(checkpoint(seed, dtype))
+        tensors = there(seed)
         plan.apply(tensors)
-        expected = loaded(tensors, *shard)
+        expected = loaded(checkpoint(seed, dtype), *shard)
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, expected[name]), name
+            assert torch.equal(parameter.cpu(), expected[name]), name
         assert plan.differing(tensors) == []
+    changed = tensors | {"k": tensors["k"] + 1}
+    assert plan.differing(changed) == ["k"]
 
 
 def test_new_values_in_the_same_storage(shard: tuple[int, int]) -> None:

@@ -36,7 +36,7 @@ from trainer.rewards import Reward, open_reward
 from trainer.sampler import Sampler
 from trainer.server import Server
 from trainer.servers import ServerPool
-from trainer.trackers import open_trackers
+from trainer.trackers import open_trackers, refuse_missing
 from trainer.transports import Say, transport_to
 
 _PROBE_TIMEOUT_S = 10.0
@@ -143,6 +143,7 @@ def open_run(
     # What can be wrong with files is found before minutes go into loading a model.
     reward, prompts = open_reward(config.reward), training_prompts(config)
     held_out = held_out_tasks(config)
+    refuse_missing(config)
     # Bars of other libraries would tear the lines that this one prints.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks.tell_all(BEGIN, checkpoint=str(checkpoint) if checkpoint else None)

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -75,10 +76,7 @@ class Hosted:
             begin = importlib.import_module(library).init
             self._run = begin(project=project, name=name, config=settings, resume="allow", **own)
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"tracking.{library} is set, and {error.name} is not installed",
-                advice=f"pip install {library}, or leave tracking.{library} empty",
-            ) from None
+            raise _missing(library, error.name) from None
         except Exception as error:
             raise ConfigError(
                 f"tracking.{library}: no run was begun: {' '.join(str(error).split())}",
@@ -161,6 +159,24 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def refuse_missing(config: Config) -> None:
+    """Look for the libraries that the configuration names, before minutes go into a model.
+
+    Raises:
+        ConfigError: one of them is not installed.
+    """
+    for library in ("wandb", "trackio"):
+        if getattr(config.tracking, library) and find_spec(library) is None:
+            raise _missing(library, library)
+
+
+def _missing(library: str, package: str | None) -> ConfigError:
+    return ConfigError(
+        f"tracking.{library} is set, and {package} is not installed",
+        advice=f"pip install {library}, or leave tracking.{library} empty",
+    )
 
 
 @contextmanager

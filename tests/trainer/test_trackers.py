@@ -18,7 +18,8 @@ from tests.conftest import free_port
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.progress import ProgressLog
-from trainer.trackers import Hosted, open_trackers
+from trainer.run import open_run
+from trainer.trackers import Hosted, open_trackers, refuse_missing
 
 MakeConfig = Callable[..., Config]
 
@@ -98,6 +99,18 @@ def test_a_library_that_is_missing_is_named(
     with pytest.raises(ConfigError, match=f"tracking.{name} is set, and") as caught:
         Hosted(name, "sums", config_with())
     assert caught.value.advice == f"pip install {name}, or leave tracking.{name} empty"
+
+
+def test_it_is_named_before_a_model_is_loaded(
+    name: str, config_with: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.trackers.find_spec", lambda _: None)
+    refuse_missing(config_with())
+    with (
+        pytest.raises(ConfigError, match=f"tracking.{name} is set, and {name} is not installed"),
+        open_run(config_with(**{name: "sums"}), resume=False, console=None),
+    ):
+        pass
 
 
 def test_a_library_that_begins_no_run_is_told_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from rollout_server.weight_check import CheckReport, Repacking, check_weights
 
 WIDTH = 96
 Tensors = dict[str, Tensor]
+Built = TypeVar("Built")
 
 
 class Layer(nn.Module):
@@ -54,14 +55,57 @@ class Model(nn.Module):
             layer.quant_method.process_weights_after_loading(layer)
 
 
+class Shard(Model):
+    """The second half of every matrix, as one of two workers holds it."""
+
+    def __init__(self, method: Callable[[], Any], table: Callable[[], Any]) -> None:
+        super().__init__(method, table)
+        self.down = Layer(48, method=method())
+
+    def load_half(self, repacking: Repacking, tensors: Tensors) -> None:
+        """Slice, copy and pad, as vLLM's loaders do, and repack."""
+        self.qkv.fill(torch.zeros(40, WIDTH).bfloat16())
+        self.qkv.bias.data = torch.zeros(40).bfloat16()
+        self.embed.fill(torch.full((32, WIDTH), 7.0).bfloat16())
+        self.down.fill(torch.zeros(48, WIDTH // 2).bfloat16())
+        with repacking.recorded(tensors.items()) as handed_on:
+            for name, tensor in handed_on:
+                self._slice(name, tensor)
+        for layer in (self.embed, self.qkv, self.down):
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def _slice(self, name: str, tensor: Tensor) -> None:
+        part, _, leaf = name.partition(".")
+        if part in "qkv":
+            rows = len(tensor) // 2
+            start = {"q": 0, "k": 24, "v": 32}[part]
+            getattr(self.qkv, leaf).data.narrow(0, start, rows).copy_(tensor.narrow(0, rows, rows))
+        elif part == "embed":
+            self.embed.weight[:28].data.copy_(tensor.narrow(0, 32, 28))
+            self.embed.weight[28:].data.fill_(0)
+        elif part == "down":
+            self.down.weight.data.copy_(tensor.narrow(1, WIDTH // 2, WIDTH // 2))
+        else:
+            getattr(self.norm, leaf).data.copy_(tensor)
+
+
 @pytest.fixture
 def model() -> Model:
+    return _built(Model)
+
+
+@pytest.fixture
+def shard() -> Shard:
+    return _built(Shard)
+
+
+def _built(kind: Callable[..., Built]) -> Built:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    return Model(UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return kind(UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def checkpoint(seed: int) -> Tensors:
@@ -81,6 +125,20 @@ def loaded(model: Model, sent: Tensors, arrived: Tensors | None = None) -> Check
     with repacking.watched():
         model.load(arrived or sent)
     return check_weights(model, repacking)
+
+
+def half_loaded(shard: Shard, sent: Tensors, arrived: Tensors | None = None) -> CheckReport:
+    """Load one worker's half of what arrived, and compare with what was sent."""
+    repacking = Repacking(shard, sent.get, sharded=True)
+    with repacking.watched():
+        shard.load_half(repacking, arrived or sent)
+    return check_weights(shard, repacking)
+
+
+def both_halves(seed: int) -> Tensors:
+    """A checkpoint whose ``down`` is split by columns."""
+    matrix = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return checkpoint(seed) | {"down.weight": matrix}
 
 
 def flipped(tensor: Tensor, element: int, bit: int = 0) -> Tensor:
@@ -195,3 +253,64 @@ def test_the_samplers_random_numbers_are_left_alone(model: Model) -> None:
 def test_a_parameter_that_no_checkpoint_tensor_belongs_to(model: Model) -> None:
     report = check_weights(model, Repacking(model, lambda _: None))
     assert len(report.unknown) == 5
+
+
+def test_every_parameter_of_a_shard_is_known(shard: Shard) -> None:
+    for seed in range(3):
+        report = half_loaded(shard, both_halves(seed))
+        assert report.different == report.unknown == []
+        assert len(report.checked) == 6
+    assert shard.down.weight.numel() == 0, "nothing was repacked, so the test proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "parameter"),
+    [
+        ("embed.weight", 32 * WIDTH, "embed.weight"),
+        ("q.weight", 24 * WIDTH, "qkv.weight"),
+        ("k.weight", 8 * WIDTH, "qkv.weight"),
+        ("v.weight", 8 * WIDTH, "qkv.weight"),
+        ("k.bias", 8, "qkv.bias"),
+        ("down.weight", WIDTH // 2, "down.weight"),
+        ("norm.bias", 0, "norm.bias"),
+    ],
+)
+def test_the_first_and_last_bit_of_a_shard(
+    shard: Shard, name: str, first: int, parameter: str
+) -> None:
+    sent = both_halves(0)
+    for element in (first, sent[name].numel() - 1):
+        arrived = sent | {name: flipped(sent[name], element)}
+        assert half_loaded(shard, sent, arrived).different == [parameter]
+    if first:  # what lies before it belongs to the other worker
+        arrived = sent | {name: flipped(sent[name], first - 1)}
+        assert half_loaded(shard, sent, arrived).different == []
+
+
+def test_padding_of_a_shard_that_is_not_zero(shard: Shard) -> None:
+    sent = both_halves(0)
+    repacking = Repacking(shard, sent.get, sharded=True)
+    with repacking.watched():
+        shard.load_half(repacking, sent)
+    shard.embed.weight[-1, -1] = 1.0
+    assert check_weights(shard, repacking).different == ["embed.weight"]
+
+
+def test_a_shard_of_which_a_part_was_not_written(shard: Shard) -> None:
+    sent = both_halves(0)
+    del sent["v.bias"]
+    assert half_loaded(shard, sent).unknown == ["qkv.bias"]
+
+
+def test_a_part_of_a_shard_that_came_from_elsewhere(shard: Shard) -> None:
+    sent = both_halves(0)
+    repacking = Repacking(shard, sent.get, sharded=True)
+    with repacking.watched(), repacking.recorded(sent.items()) as handed_on:
+        for name, tensor in handed_on:
+            if name == "norm.bias":
+                shard.norm.bias.data.copy_(tensor * 2)
+            elif name == "norm.weight":
+                shard.norm.weight.data.copy_(tensor)
+    report = check_weights(shard, repacking)
+    assert "norm.bias" in report.unknown
+    assert "norm.weight" in report.checked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def copy_adapter(path: Path, limits: staging.UploadLimits, folder: Path) -> None
     """Copy a PEFT adapter directory into a staging folder.
 
     Raises:
-        Forbidden: it lies outside every allowed directory.
+        Forbidden: it lies outside every allowed directory, or may not be read.
         InvalidRequest: there is no adapter.
     """
     weights, *more = staging.find_checkpoint(path / WEIGHTS_FILE, limits)
@@ -53,9 +52,8 @@ def copy_adapter(path: Path, limits: staging.UploadLimits, folder: Path) -> None
         problem = Problem(WEIGHTS_FILE, f"a directory of {1 + len(more)} files", "one file")
         raise InvalidRequest("there is no adapter", problems=[problem])
     config = staging.allowed_file(path / CONFIG_FILE, limits)
-    with staging.storage_errors():
-        shutil.copyfile(weights, folder / WEIGHTS_FILE)
-        shutil.copyfile(config, folder / CONFIG_FILE)
+    staging.copy_file(weights, folder / WEIGHTS_FILE)
+    staging.copy_file(config, folder / CONFIG_FILE)
 
 
 def verify_adapter(

@@ -231,7 +231,28 @@ def copy_in(files: list[Path], folder: Path) -> None:
     """Copy checkpoint files into a staging folder, under names of ours.
 
     Their owner may overwrite the originals at any time, and a restore will need these bytes.
+
+    Raises:
+        Forbidden, InvalidRequest, InsufficientStorage: see :func:`copy_file`.
     """
+    for index, file in enumerate(files):
+        copy_file(file, folder / f"sent-{index:05d}.safetensors")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file that a caller has named.
+
+    Raises:
+        Forbidden: this process may not read it.
+        InvalidRequest: it cannot be read for another reason; it may have gone meanwhile.
+        InsufficientStorage: the disk is full.
+    """
+    try:
+        source.open("rb").close()
+    except PermissionError:
+        raise Forbidden(f"{source} may not be read by the server's user") from None
+    except OSError as error:
+        problem = Problem(str(source), str(error.strerror), "a file")
+        raise InvalidRequest("a file cannot be read", problems=[problem]) from None
     with storage_errors():
-        for index, file in enumerate(files):
-            shutil.copyfile(file, folder / f"sent-{index:05d}.safetensors")
+        shutil.copyfile(source, target)

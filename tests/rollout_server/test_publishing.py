@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -28,6 +29,8 @@ from shared.errors import (
     Conflict,
     EngineFailure,
     EngineUnavailable,
+    Forbidden,
+    InvalidRequest,
     TitoError,
     WeightsRejected,
 )
@@ -544,3 +547,32 @@ def test_stopping_removes_what_was_staged(start_staged: StartStaged, first: Weig
         assert len(staged.checkpoints()) == 1
     assert staged.engine.calls[-1] == "shutdown"
     assert staged.checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EACCES, Forbidden), (errno.ENOENT, InvalidRequest)]
+)
+def test_a_file_that_cannot_be_read(
+    staged: Staged,
+    first: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[TitoError],
+) -> None:
+    """Another user's, say; or it is removed just now. (Who runs this may be allowed everything.)"""
+    file = staged.reload_dir / "model.safetensors"
+    safetensors.torch.save_file(first.tensors, file)
+    plain = Path.open
+
+    def refuse(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == file:
+            raise OSError(number, os.strerror(number), str(path))
+        return plain(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(kind, match="read"):
+            staged.client.reload_path(staged.reload_dir)
+    assert staged.client.info().version == 0
+    eventually(lambda: staged.checkpoints() == staged.litter() == [])
+    assert staged.client.reload_path(staged.reload_dir).version == 1

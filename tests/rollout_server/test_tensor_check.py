@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from rollout_server.checkpoints import TORCH_DTYPES
-from rollout_server.tensor_check import TensorLook
+from rollout_server.tensor_check import TensorLook, count_not_finite
 from shared.weights import ITEM_BYTES, TensorSpec
 
 PAIRS = [("BF16", "BF16"), ("BF16", "F32"), ("F16", "F16"), ("F16", "F32")]
@@ -40,6 +40,21 @@ def test_counts_what_torch_counts(dtype: str, served: str, piece: int) -> None:
     assert (check.problem.got if check.problem else "0") == (
         f"{expected} NaN or infinite values" if expected else "0"
     )
+
+
+@pytest.mark.parametrize(("dtype", "served"), PAIRS)
+def test_one_value_among_finite_ones(dtype: str, served: str) -> None:
+    """Of either sign, and just this or just not this side of an edge."""
+    raw, size = all_bits(dtype), ITEM_BYTES[dtype]
+    values = torch.frombuffer(bytearray(raw), dtype=TORCH_DTYPES[dtype])
+    finite = torch.isfinite(values.to(TORCH_DTYPES[served])).numpy()
+    bits = np.frombuffer(raw, f"<u{size}")
+    edges = np.flatnonzero(finite[1:] != finite[:-1])
+    assert len(edges) >= 2
+    for index in {*edges[:200], *(edges[:200] + 1)}:
+        for others in ([], [0x0001, 1 << (8 * size - 1)]):
+            array = np.array([*others, bits[index], *others], bits.dtype)
+            assert count_not_finite(array, dtype, served) == (not finite[index])
 
 
 def test_integers_are_finite() -> None:

@@ -25,8 +25,9 @@ from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller
 from rollout_server.engine import Engine
 from rollout_server.leases import Leases
-from rollout_server.pauses import Tenure, alive
+from rollout_server.pauses import alive
 from rollout_server.service import Service, Startup
+from rollout_server.tenure import Tenure
 from rollout_server.vllm_control import Control, UpdateInfo, control_of
 from shared.errors import Conflict, EngineFailure, Forbidden
 from shared.protocol import DEFAULT_POLICY, ReloadResult

@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from rollout_server.auth import ADMIN, Caller
 from rollout_server.engine import Engine, EngineDied
 from rollout_server.leases import Leases
 from rollout_server.policies import Policies
 from rollout_server.service import Service, Startup
+from rollout_server.tenure import Tenure
 from rollout_server.vllm_control import control_of
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, InvalidRequest, Problem
 from shared.protocol import DEFAULT_POLICY, PauseMode
@@ -41,65 +41,6 @@ def alive() -> Iterator[None]:
         raise EngineUnavailable(
             f"the engine died meanwhile and is being replaced: {error}", retry_after=_RETRY_AFTER_S
         ) from error
-
-
-class Tenure:
-    """What one caller has until it gives it back, or is silent for too long.
-
-    Args:
-        silence_s: how long that is.
-        expire: called with the reason; takes it back if ``is_over`` still holds by then.
-
-    Attributes:
-        owner: name of the caller, if anybody has it.
-        is_over: the owner was silent for too long.
-    """
-
-    def __init__(self, silence_s: float, expire: Callable[[str], Coroutine[Any, Any, None]]):
-        self.owner: str | None = None
-        self.is_over = False
-        self._silence_s = silence_s
-        self._expire = expire
-        self._timer: asyncio.TimerHandle | None = None
-        self._expiring: asyncio.Task[None] | None = None
-
-    @property
-    def ends_at(self) -> float | None:
-        """When it ends if nothing is heard until then, by the event loop's clock."""
-        return None if self._timer is None else self._timer.when()
-
-    def require(self, caller: Caller, what: str) -> None:
-        """Go on only if nobody else has it.
-
-        Raises:
-            Conflict: somebody has.
-        """
-        if self.owner not in (None, caller.name):
-            raise Conflict(f"{what} by {self.owner!r}", details={"owner": self.owner})
-
-    def keep(self, owner: str, *, for_good: bool = False) -> None:
-        """The owner was heard of; for good if it need not be again."""
-        self._stop()
-        self.owner = owner
-        if not for_good:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._silence_s, self._over)
-
-    def end(self) -> None:
-        """Nobody has it any more."""
-        self._stop()
-        self.owner = None
-
-    def _stop(self) -> None:
-        self.is_over = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _over(self) -> None:
-        self.is_over = True
-        reason = f"nothing was heard of {self.owner!r} for {self._silence_s} s"
-        self._expiring = asyncio.get_running_loop().create_task(self._expire(reason))
 
 
 @dataclass(slots=True)

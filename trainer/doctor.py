@@ -21,10 +21,10 @@ import transformers
 from shared.client import RolloutClient
 from shared.errors import TitoError
 from shared.protocol import ReloadResult, ServerInfo
-from trainer.agreement import refuse_other_tokenizer
+from trainer.agreement import refuse_other_tokenizer, refuse_sleepless
 from trainer.batch import collate
 from trainer.config import Config
-from trainer.errors import MismatchError
+from trainer.errors import ConfigError, MismatchError
 from trainer.findings import (
     FAILURE,
     OK,
@@ -97,6 +97,10 @@ def _servers(config: Config, learner: Learner) -> Iterator[Finding]:
                 yield Finding("tokenizer", FAILURE, str(error),
                               "Start the server with the files of model.path, chat template "
                               "included.")  # fmt: skip
+            try:
+                refuse_sleepless(info, config.server.sleep)
+            except ConfigError as error:
+                yield Finding("sleep", FAILURE, str(error), error.advice)
 
 
 def _exchange(

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from rollout_server.engine import EngineDied
-from rollout_server.pauses import Tenure
 from rollout_server.settings import ServerSettings
+from rollout_server.tenure import Tenure
 from rollout_server.vllm_control import UpdateInfo
 from rollout_server.weight_receiver import Spill
 from shared.errors import Conflict, EngineFailure, WeightsRejected

@@ -125,6 +125,13 @@ def test_another_tokenizer(
     assert found["tokenizer"].verdict == FAILURE
 
 
+def test_a_server_that_cannot_sleep(config_of: Callable[..., Config]) -> None:
+    found = found_by(config_of(server={"sleep": 1}))
+    assert found["sleep"].verdict == FAILURE
+    assert "--sleep-mode" in found["sleep"].advice
+    assert "sleep" not in found_by(config_of())
+
+
 def test_no_model_at_all(config_of: Callable[..., Config], tmp_path: Path) -> None:
     found = found_by(config_of(model={"path": str(tmp_path)}))
     assert [(f.name, f.verdict) for f in found.values()] == [("model", FAILURE)]

@@ -60,8 +60,8 @@ class ModelConfig(_Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the layers whose activations are computed again instead of kept; "
-        "true is all of them.",
+        description="Share of the activations that are computed again instead of kept: of all "
+        "layers, or the cheapest ones if layers are compiled; true is all of them.",
     )
     liger: bool | Literal["auto"] = Field(
         default="auto",

@@ -42,14 +42,20 @@ def _liger_suits(model: PreTrainedModel) -> bool:
     return model.config.model_type in KNOWN
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def compile_layers(model: PreTrainedModel, again: float = 0.0) -> None:
     """Let torch compile each layer by itself, when it first runs, for any number of tokens.
 
     Layers are alike, so that one compilation serves them all.
 
+    Args:
+        again: share of the activations that are computed again in the backward pass, from 0 to 1;
+            torch chooses them, the cheapest first: norms and products before matrix products. It
+            holds for all that this process compiles.
+
     Raises:
         ConfigError: the model does not say what its layers are.
     """
+    torch._functorch.config.activation_memory_budget = 1 - again
     for layer in _layers(model, "model.compile"):
         layer.compile(dynamic=True)
 

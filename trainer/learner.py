@@ -76,10 +76,11 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
     for each in models:
         choose_liger(each, config.model)
     unpacked = _choose_packing(config, models)
-    checkpoint_layers(model, config.model.activation_checkpointing)
     if config.model.compile:
         for each in models:
-            compile_layers(each)
+            compile_layers(each, config.model.activation_checkpointing)
+    else:
+        checkpoint_layers(model, config.model.activation_checkpointing)
     if ranks.size > 1:
         for each in models:
             shard(each, ranks)

@@ -80,7 +80,7 @@ TITO: dict[str, dict[str, Any]] = {
     "tito padded": {"packing": "off"},
     "tito without Liger": {"liger": False},
     "tito compiled": {"compile": True},
-    "tito compiled, small": {"compile": True, "activation_checkpointing": 0.25},
+    "tito compiled, small": {"compile": True, "activation_checkpointing": 0.6},
 }
 """What each changes in the section ``model``."""
 PLAIN = ("plain", "plain, small")

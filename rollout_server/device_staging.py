@@ -35,6 +35,7 @@ from shared.weights import TensorSpec, checkpoint_digest, encode_header
 log = logging.getLogger("tito.staging")
 
 _ACCEPT_S = 30.0
+_HOST_PIECE_BYTES = 16 << 20
 _SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
@@ -157,6 +158,7 @@ class _Channel(threading.Thread):
         self._receiver: Receiver | None = None
         self._group: _Group | None = None
         self._memory: DeviceMemory | None = None
+        self._pinned: Tensor | None = None
         self.flat = self._allocate()
         self.tensors: dict[str, Tensor] | None = views(self.flat, layout)
 
@@ -221,23 +223,38 @@ class _Channel(threading.Thread):
 
     def _do_verify(self) -> dict[str, Any]:
         from rollout_server.device_digest import not_finite, tensor_digests
+        from rollout_server.load_plan import warm_up
 
         assert self.tensors is not None
         with self._beside_the_engine():
+            warm_up(self._device)
             broken = not_finite(self.tensors)
             return {"hashes": tensor_digests(self.tensors), "not_finite": broken}
 
     def _do_spill(self, path: str) -> str:
         """Write the tensors to a safetensors file; the digest of what was written."""
-        assert self.tensors is not None
         hashes: list[tuple[TensorSpec, str]] = []
         with self._beside_the_engine(), Path(path).open("wb") as file:
             file.write(encode_header(self.layout.specs))
-            for spec in self.layout.specs:
-                content = self.tensors[spec.name].to("cpu").reshape(-1).view(torch.uint8)
-                file.write(content.numpy().data)
-                hashes.append((spec, xxhash.xxh3_128_hexdigest(content.numpy().data)))
+            for spec, start in zip(self.layout.specs, self.layout.offsets, strict=True):
+                seen = xxhash.xxh3_128()
+                for piece in self._on_host(start, start + spec.nbytes):
+                    file.write(piece)
+                    seen.update(piece)
+                hashes.append((spec, seen.hexdigest()))
         return checkpoint_digest(hashes)
+
+    def _on_host(self, start: int, end: int) -> Iterator[memoryview]:
+        """Bytes of the buffer in pieces; each is good until the next is asked for."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and self._pinned is None:
+            # Several times faster to copy to than memory that the system may move.
+            self._pinned = torch.empty(_HOST_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        for low in range(start, end, _HOST_PIECE_BYTES):
+            piece = self.flat[low : min(low + _HOST_PIECE_BYTES, end)]
+            if self._pinned is not None:
+                piece = self._pinned[: len(piece)].copy_(piece)
+            yield piece.numpy().data
 
     @contextlib.contextmanager
     def _beside_the_engine(self) -> Iterator[None]:
@@ -267,7 +284,7 @@ class _Channel(threading.Thread):
             self._file.unlink(missing_ok=True)
         # Views may still be in use by a load; the memory goes with the last of them.
         self._group = self._memory = None
-        self.tensors, self.flat = None, torch.empty(0)
+        self.tensors, self.flat, self._pinned = None, torch.empty(0), None
         self._ended()
 
 

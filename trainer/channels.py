@@ -109,7 +109,7 @@ class ChannelSender:
 
     def _way_through(self, channel: Channel) -> _Way:
         if channel.kind == "ipc":
-            return _Mapped(channel, self._layout, self._first)
+            return _Mapped(channel, self._layout, self._first, self._device)
         assert channel.rendezvous is not None
         if channel.rendezvous.unique_id:
             if self._device.type != "cuda":
@@ -182,17 +182,19 @@ class ChannelSender:
 class _Mapped:
     """Copies into the workers' own buffers."""
 
-    def __init__(self, channel: Channel, layout: Layout, first: torch.dtype | None) -> None:
-        self._layout, self._first = layout, first
+    def __init__(
+        self, channel: Channel, layout: Layout, first: torch.dtype | None, device: torch.device
+    ) -> None:
+        self._layout, self._first, self._device = layout, first, device
         self._buffers = [_mapped(end.device, end.handle, channel.nbytes) for end in channel.memory]
 
     def send(self, tensors: Iterable[Named], publish: Callable[[], ReloadResult]) -> ReloadResult:
         for slots in _batches(self._layout, tensors, self._first):
             for buffer in self._buffers:
                 _copy(buffer, 0, slots)
-        for buffer in self._buffers:
-            if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)
+        for device in {self._device, *(buffer.device for buffer in self._buffers)}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         return publish()
 
     def close(self) -> None:

@@ -1,0 +1,439 @@
+"""Publishing through GPU memory, beside plain copies of the same bytes, HTTP and vLLM's own engine.
+
+    python tests/bench/bench_channels.py [--dims 0.6b 4b] [--kinds ipc nccl] [--repeats 5]
+        [--device cuda|cpu] [--http] [--kill] [--peer]
+
+Starts a real server for each model, of random weights, and publishes other random weights to it:
+`ipc` from a process on the same GPU and on the second, `nccl` from the second. With `--device
+cpu`, shared memory and sockets stand in for both. A publish is timed from the call to its answer,
+and to the first token under the new weights. `--http` publishes the same bytes by HTTP, `--kill`
+kills a trainer in the middle of a transfer, `--peer` times vLLM's NCCL weight transfer. Prints one
+JSON line for each result; times are seconds and medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_rollout import DIMS, make_model  # type: ignore[import-not-found]
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shared.channel import Kind, Layout
+from shared.client import RolloutClient
+from shared.errors import TitoError
+from shared.weights import LazyTensor, TensorSpec
+from trainer.channels import ChannelSender, Named
+
+CONTEXT = 512
+PROMPT = list(range(5, 37))
+READY_S = 600.0
+
+Tensors = dict[str, torch.Tensor]
+median = statistics.median
+
+
+def report(what: str, **numbers: Any) -> None:
+    """One result as one line."""
+    rounded = {k: round(v, 5) if isinstance(v, float) else v for k, v in numbers.items()}
+    print(json.dumps({"bench": what, **rounded}), flush=True)
+
+
+# Weights, and copies of them that nothing can beat.
+
+
+def specs_of(model: Path) -> list[TensorSpec]:
+    """The checkpoint of a model, in bfloat16."""
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    return [TensorSpec(name, "BF16", tuple(p.shape)) for name, p in built.named_parameters()]
+
+
+def random_weights(specs: list[TensorSpec], device: torch.device, seed: int) -> Tensors:
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        spec.name: torch.randn(
+            spec.shape, generator=generator, device=device, dtype=torch.bfloat16
+        ).mul_(0.02)
+        for spec in specs
+    }
+
+
+def named(weights: Tensors) -> list[Named]:
+    def give(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: tensor
+
+    return [(name, give(tensor)) for name, tensor in weights.items()]
+
+
+def lazy(weights: Tensors) -> list[LazyTensor]:
+    def load(tensor: torch.Tensor) -> memoryview:
+        return tensor.cpu().view(-1).view(torch.uint8).numpy().data
+
+    return [
+        LazyTensor(TensorSpec(name, "BF16", tuple(tensor.shape)), partial(load, tensor))
+        for name, tensor in weights.items()
+    ]
+
+
+def copy_seconds(nbytes: int, source: torch.device, target: torch.device, repeats: int) -> float:
+    """One plain copy of so many bytes."""
+    one = torch.zeros(nbytes, dtype=torch.uint8, device=source)
+    other = torch.zeros(nbytes, dtype=torch.uint8, device=target)
+    times = []
+    for _ in range(repeats + 1):
+        _wait(source, target)
+        start = time.perf_counter()
+        other.copy_(one)
+        _wait(source, target)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _wait(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+# The server, on the first GPU.
+
+
+@contextlib.contextmanager
+def server(model: Path, log: Path) -> Iterator[tuple[str, RolloutClient]]:
+    """A real server in a process of its own, not yet ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
+    command += ["--max-model-len", str(CONTEXT), "--load-format", "dummy", "--eager"]
+    command += ["--kv-cache-gib", "1", "--memory-share", "0.25", "--staging-dir", str(_staging())]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        with RolloutClient(url, timeout=READY_S) as client:
+            yield url, client
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _staging() -> Path:
+    """Shared memory, if it has room for the copies."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 32 << 30
+    return (shared if roomy else Path(tempfile.gettempdir())) / f"bench-channels-{os.getpid()}"
+
+
+def first_token(client: RolloutClient) -> str:
+    """Sample one token; the digest of the weights that made it."""
+    rollout = client.rollout([PROMPT], group_size=1, max_tokens=1, ignore_eos=True, text=False)
+    return rollout.samples[0].digest
+
+
+# What is measured.
+
+
+def publishes(
+    client: RolloutClient,
+    dims: str,
+    kind: Kind,
+    specs: list[TensorSpec],
+    device: torch.device,
+    repeats: int,
+) -> None:
+    """Publishes by one kind of channel."""
+    versions = [random_weights(specs, device, seed) for seed in (1, 2)]
+    sender = ChannelSender(client, kind, specs, first=None, device=device)
+    usual = [_seconds(lambda: first_token(client)) for _ in range(repeats)]
+    opening = _seconds(lambda: sender.open(None))
+    client.await_channel(sender.id, 60.0)
+    answers, tokens, stages, copies = [], [], [], []
+    try:
+        for index in range(repeats + 2):  # the first finds where everything goes, one more warms up
+            start = time.perf_counter()
+            result = sender.publish(named(versions[index % 2]), None)
+            answered = time.perf_counter() - start
+            digest = first_token(client)
+            token = time.perf_counter() - start
+            assert digest == result.digest, "the first token is of other weights"
+            copies.append(_seconds(lambda: client.await_channel(sender.id, 120.0)))
+            stages.append(result.timings)
+            answers.append(answered)
+            tokens.append(token)
+        assert client.policy()["durable"], client.policy()["history"][0]["reason"]
+    finally:
+        sender.close()
+    nbytes = Layout.of(specs).nbytes
+    here = torch.device("cuda", 0) if device.type == "cuda" else device
+    ceiling = copy_seconds(nbytes, device, here, repeats)
+    paused = [sum(s[name] for name in ("pause", "load", "resume")) for s in stages[2:]]
+    loads = [s["load"] for s in stages[2:]]
+    report(
+        f"{dims} by {kind}" + (" from another GPU" if kind == "ipc" and device != here else ""),
+        bytes=nbytes,
+        seconds=median(answers[2:]),
+        to_first_token=median(tokens[2:]),
+        paused=median(paused),
+        paused_to_load=median(p / s for p, s in zip(paused, loads, strict=True)),
+        plain_copy=ceiling,
+        seconds_to_copy=median(answers[2:]) / ceiling,
+        first_publish=answers[0],
+        open=opening,
+        until_durable=median(copies[2:]),
+        token_alone=median(usual),
+        all_seconds=[round(t, 4) for t in answers],
+        stages={name: round(median(s[name] for s in stages[2:]), 5) for name in stages[-1]},
+    )
+
+
+def by_http(
+    client: RolloutClient, dims: str, specs: list[TensorSpec], device: torch.device
+) -> None:
+    """The same bytes as an upload."""
+    weights = random_weights(specs, device, 3)
+    client.reload(lazy(weights))
+    weights = random_weights(specs, device, 4)
+    start = time.perf_counter()
+    result = client.reload(lazy(weights))
+    report(f"{dims} by http", seconds=time.perf_counter() - start, stages=result.timings)
+
+
+def killed(client: RolloutClient, url: str, dims: str, specs: list[TensorSpec], model: Path,
+           device: torch.device) -> None:  # fmt: skip
+    """A trainer that is killed in the middle of a broadcast, and the one that comes after it."""
+    before = client.info().digest
+    command = [sys.executable, __file__, "--victim", url, "--model", str(model)]
+    victim = subprocess.Popen([*command, "--on", str(device)], stdout=subprocess.PIPE)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == b"in the middle\n"
+    while client.policy()["state"] != "staging":
+        time.sleep(0.01)
+    meanwhile = _seconds(lambda: first_token(client))
+    victim.kill()
+    start = time.perf_counter()
+    victim.wait()
+    while client.policy()["state"] != "live":
+        time.sleep(0.002)
+    noticed = time.perf_counter() - start
+    assert first_token(client) == before, "the last good version is not served"
+    serving = time.perf_counter() - start
+    weights = random_weights(specs, device, 5)
+    sender = ChannelSender(client, "nccl", specs, first=None, device=device)
+    start = time.perf_counter()
+    result = sender.publish(named(weights), None)
+    report(
+        f"{dims}: trainer killed in a broadcast",
+        token_during_the_broadcast=meanwhile,
+        until_noticed=noticed,
+        until_served=serving,
+        next_trainer_published_after=time.perf_counter() - start,
+        served=first_token(client) == result.digest,
+    )
+    sender.close()
+
+
+def be_victim(url: str, model: Path, device: torch.device) -> None:
+    """Send half of a model, and wait to be killed."""
+    specs = specs_of(model)
+    tensors = named(random_weights(specs, device, 6))
+
+    def stall() -> torch.Tensor:
+        print("in the middle", flush=True)
+        time.sleep(600)
+        raise AssertionError
+
+    middle = len(tensors) // 2
+    tensors[middle] = (tensors[middle][0], stall)
+    client = RolloutClient(url)
+    ChannelSender(client, "nccl", specs, first=None, device=device).publish(tensors, None)
+
+
+# The peer: vLLM's own engine for weight transfer.
+
+
+def peer(dims: str, model: Path, specs: list[TensorSpec], repeats: int) -> None:
+    """vLLM's NCCL weight transfer from the second GPU, paused as its documentation does."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer.nccl_engine import (
+        NCCLTrainerInitInfo,
+        NCCLTrainerWeightTransferEngine,
+    )
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    device = torch.device("cuda", 1)
+    weights = random_weights(specs, device, 7)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start() -> AsyncLLM:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(model),
+                dtype="bfloat16",
+                load_format="dummy",
+                max_model_len=CONTEXT,
+                kv_cache_memory_bytes=1 << 30,
+                gpu_memory_utilization=0.25,
+                enforce_eager=True,
+                weight_transfer_config=WeightTransferConfig(backend="nccl"),
+                disable_log_stats=True,
+            )
+        )
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # for the engine's process; this one sees both
+    llm = asyncio.run_coroutine_threadsafe(start(), loop).result()
+
+    def call(method: str, **kwargs: Any) -> None:
+        coroutine = llm.collective_rpc(method, kwargs=kwargs)
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    class Client:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            call("init_weight_transfer_engine", init_info=init_info)
+
+        def start_weight_update(self) -> None:
+            call("start_weight_update")
+
+        def update_weights(self, update_info: Any) -> None:
+            call("update_weights", update_info=update_info)
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002
+            call("finish_weight_update")
+
+    class Source(WeightSource):  # type: ignore[misc]
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in weights.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(weights.items())
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    info = NCCLTrainerInitInfo("127.0.0.1", port, world_size=2, rank=0)
+    times = []
+    with torch.cuda.device(device):
+        engine = NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=Client(), source=Source()
+        )
+        for _ in range(repeats + 1):
+            pause = llm.pause_generation(mode="keep", clear_cache=True)
+            asyncio.run_coroutine_threadsafe(pause, loop).result()
+            _wait(device)
+            begun = time.perf_counter()
+            engine.send_weights()
+            _wait(device)
+            times.append(time.perf_counter() - begun)
+            asyncio.run_coroutine_threadsafe(llm.resume_generation(), loop).result()
+    report(f"{dims} by vLLM's NCCL engine", seconds=median(times[1:]), all_seconds=times)
+    llm.shutdown()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Everything that was asked for, one after the other; one failure does not end it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--dims", nargs="+", choices=DIMS, default=["tiny"])
+    parser.add_argument("--kinds", nargs="*", choices=["ipc", "nccl"], default=["ipc", "nccl"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--http", action="store_true", help="of the first model")
+    parser.add_argument("--kill", action="store_true", help="a trainer of the first model")
+    parser.add_argument("--peer", action="store_true", help="for the last model")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
+    parser.add_argument("--victim", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--on", type=torch.device, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if asked.victim:
+        be_victim(asked.victim, asked.model, asked.on)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        run(asked, Path(scratch))
+
+
+def run(asked: argparse.Namespace, scratch: Path) -> None:
+    gpus = torch.cuda.device_count() if asked.device == "cuda" else 0
+    near = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    far = torch.device("cuda", 1) if gpus > 1 else near
+    gpu = torch.cuda.get_device_name() if gpus else None
+    report("setting", gpu=gpu, gpus=gpus, dims=asked.dims, repeats=asked.repeats)
+    models = {dims: make_model(scratch / dims, DIMS[dims], CONTEXT) for dims in asked.dims}
+    with contextlib.ExitStack() as stack:
+        servers = {
+            dims: stack.enter_context(server(model, (asked.logs or scratch) / f"server-{dims}.log"))
+            for dims, model in models.items()
+            if asked.kinds or asked.http or asked.kill
+        }
+        for dims, (url, client) in servers.items():
+            start, specs = time.perf_counter(), specs_of(models[dims])
+            client.wait_ready(READY_S)
+            first_token(client)
+            report(f"{dims}: server ready", waited=time.perf_counter() - start)
+            ways: list[tuple[Kind, torch.device]] = [("ipc", near), ("nccl", far)]
+            ways += [("ipc", far)] * (far != near)
+            work = [
+                partial(publishes, client, dims, kind, specs, device, asked.repeats)
+                for kind, device in ways
+                if kind in asked.kinds
+            ]
+            if dims == asked.dims[0]:
+                work += [partial(by_http, client, dims, specs, near)] * asked.http
+                kill = partial(killed, client, url, dims, specs, models[dims], far)
+                work += [kill] * asked.kill
+            _each(work)
+    if asked.peer:
+        dims = asked.dims[-1]
+        _each([partial(peer, dims, models[dims], specs_of(models[dims]), asked.repeats)])
+
+
+def _each(work: Sequence[Callable[[], None]]) -> None:
+    """Do some work; what fails is told and the rest goes on."""
+    for part in work:
+        try:
+            part()
+        except (TitoError, RuntimeError, AssertionError, OSError, ValueError) as error:
+            report("failed", error=f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -64,6 +64,14 @@ class _Views:
         return sorted(set(itertools.compress(self._names, flags)))
 
 
+def warm_up(device: torch.device) -> None:
+    """Have ready what a plan launches on a GPU, so that no load under a pause waits for it."""
+    if device.type == "cuda":
+        from rollout_server import region_kernels
+
+        region_kernels.warm_up(device)
+
+
 class LoadPlan:
     """Where each element of a checkpoint goes in one worker's model; see :meth:`recorded`."""
 

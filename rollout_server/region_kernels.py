@@ -57,6 +57,14 @@ class Batch:
         return flags
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile both kernels, which takes seconds where that was never done before."""
+    target, source = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    batch = Batch([(target, source)])
+    batch.copy()
+    batch.differs().tolist()
+
+
 def _chunks(
     pair: tuple[Tensor, Tensor], index: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -202,7 +202,8 @@ def test_sources_can_be_let_go() -> None:
 
 INTERPRETED = """
 import torch
-from rollout_server.region_kernels import Batch, suits
+from rollout_server.region_kernels import Batch, suits, warm_up
+warm_up(torch.device("cpu"))
 sizes = [8, 16, 4096, 131072 - 8, 131072, 131072 + 8, 300_000]
 values = torch.randn(sum(sizes)).bfloat16()
 sources = list(values.split(sizes))

@@ -243,3 +243,23 @@ def test_a_request_that_no_server_can_serve_is_raised(
             pool.rollout([[9]], group_size=1)
         assert pool.troubles() is None
     servers[0].engine.poison = None
+
+
+def test_a_server_that_went_back_to_weights_of_nobody_gets_the_runs_again(
+    servers: list[FakeServer], pool_of: Any, model: Any
+) -> None:
+    server = servers[0]
+    with RolloutClient(server.url) as client:
+        client.reload(publish.checkpoint_tensors(model, torch.bfloat16))
+    change(model)
+    with pool_of([server.url]) as pool:
+        pool.publish(1)
+        server.engine.lag = 1  # as after a death before there was a copy of what was published
+        rolling = in_background(partial(pool.rollout, [[5]], group_size=1), "test")
+        eventually(lambda: pool.troubles() is not None)
+        assert "went back" in pool.troubles()
+        server.engine.lag = 0
+        join_all(pool)
+        (sample,) = rolling.result(60).samples
+        assert pool.published.knows(sample.digest)
+        assert pool.published.staleness(sample, 2) == 0

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import orjson
 
 from shared.codec import encode, rollout_from_wire, scores_from_wire
-from shared.errors import InvalidRequest, MalformedBody, Problem, ProtocolMismatch
+from shared.errors import Conflict, InvalidRequest, MalformedBody, Problem, ProtocolMismatch
 from shared.protocol import (
     ADAPTER_CONFIG_KEY,
     DEFAULT_POLICY,
@@ -183,6 +183,11 @@ def reload_delta(
 ) -> Call[ReloadResult]:
     """``POST /reload`` with what has changed since ``base``."""
     return _reload(target, target.headers(DELTA), lambda: base.encode(tensors))
+
+
+def is_other_base(error: Conflict) -> bool:
+    """Whether a delta was refused because another version is live, and not for want of a lease."""
+    return "digest" in error.details
 
 
 def reload_path(path: str | Path, target: Target, digest: str | None) -> Call[ReloadResult]:

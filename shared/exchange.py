@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 DELAYS_S = (0.25, 0.5, 1.0)
+POLL_S = 0.25
 _MAX_DELAY_S = 60.0
 _TOKEN = re.compile(r"[!-~]+")
 _USERINFO = re.compile(r"//[^/]*@")

@@ -11,14 +11,13 @@ after an upload. A heartbeat proves that the process lives, not that it makes pr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -41,7 +40,6 @@ _PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure)
 
 Send = Callable[..., Any]
 """Sends one request, ``(method, path, **options of httpx)``; raises TitoError."""
-AsyncSend = Callable[..., Awaitable[Any]]
 
 
 def default_holder() -> str:
@@ -49,7 +47,7 @@ def default_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"[-128:]
 
 
-class _Held:
+class Held:
     """What is known of a lease: its number, and until when it surely lives."""
 
     def __init__(self, policy: str, holder: str | None, ttl: float, wait: float) -> None:
@@ -121,7 +119,7 @@ class _Held:
         return f"{self._path()}?fence={self._fence}"
 
 
-class Lease(_Held):
+class Lease(Held):
     """A lease as a context manager; made by :meth:`shared.client.RolloutClient.lease`.
 
     Args:
@@ -170,56 +168,6 @@ class Lease(_Held):
             sent_at = time.monotonic()
             try:
                 self._send("POST", f"{self._path()}/renew", **self._renewing())
-                self._renewed(sent_at)
-            except TitoError as error:
-                if not self._failed(error):
-                    return
-
-
-class AsyncLease(_Held):
-    """Asynchronous twin of :class:`Lease`. Heartbeats stop while the event loop is blocked."""
-
-    def __init__(
-        self,
-        send: AsyncSend,
-        policy: str,
-        *,
-        holder: str | None = None,
-        ttl: float,
-        wait: float = 0.0,
-    ) -> None:
-        super().__init__(policy, holder, ttl, wait)
-        self._send = send
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        deadline = time.monotonic() + self._wait
-        while True:
-            sent_at = time.monotonic()
-            try:
-                self._acquired(await self._send("POST", self._path(), **self._acquiring()), sent_at)
-                break
-            except Conflict as error:
-                await asyncio.sleep(self._pause(error, deadline))
-        self._task = asyncio.create_task(self._beat())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        self._task = None
-        if self._lost is None:
-            with contextlib.suppress(TitoError):
-                await self._send("DELETE", self._releasing(), timeout=self._beat_s)
-        self._fence = None
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._beat_s)
-            sent_at = time.monotonic()
-            try:
-                await self._send("POST", f"{self._path()}/renew", **self._renewing())
                 self._renewed(sent_at)
             except TitoError as error:
                 if not self._failed(error):

@@ -10,10 +10,9 @@ Leaving the stream before its end closes the connection, which cancels the rest 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Self
 
 from shared import calls
@@ -25,10 +24,10 @@ from shared.protocol import Group, StreamEnd, Totals
 if TYPE_CHECKING:
     import httpx
 
-_CANCEL_S = 5.0
+CANCEL_S = 5.0
 
 
-class _Stream:
+class Stream:
     """What both twins show."""
 
     def __init__(self, incoming: Incoming) -> None:
@@ -49,7 +48,7 @@ class _Stream:
         return self._incoming.end
 
 
-class RolloutStream(_Stream):
+class RolloutStream(Stream):
     """An iterator of groups, each whole, in the order in which they finish."""
 
     def __init__(
@@ -96,7 +95,7 @@ def _groups(
         if incoming.key is not None:  # its work would go on for a while
             call = calls.cancel_rollout(incoming.key)
             with contextlib.suppress(ServerUnreachable), exchange.reaching():
-                http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
+                http.request(call.method, call.path, headers=call.headers, timeout=CANCEL_S)
         raise
 
 
@@ -110,64 +109,3 @@ def _connected(
             response.read()
             exchange.refuse(response)
         yield response.iter_bytes()
-
-
-class AsyncRolloutStream(_Stream):
-    """Asynchronous twin of :class:`RolloutStream`; leave it with ``async with`` or ``aclose``."""
-
-    def __init__(
-        self, http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, retries: int
-    ) -> None:
-        super().__init__(incoming)
-        self._groups = _async_groups(http, exchange, incoming, Patience(True, retries))
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Group:
-        return await anext(self._groups)
-
-    async def aclose(self) -> None:
-        """Close the connection; unfinished work is cancelled."""
-        await self._groups.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-async def _async_groups(
-    http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming, patience: Patience
-) -> AsyncGenerator[Group, None]:
-    try:
-        while not incoming.has_ended():
-            try:
-                async with _async_connected(http, exchange, incoming) as chunks:
-                    async for chunk in chunks:
-                        for group in incoming.feed(chunk):
-                            patience.renew()
-                            yield group
-                incoming.check_ended()
-            except TitoError as error:
-                if not incoming.has_ended() or not isinstance(error, ServerUnreachable):
-                    await asyncio.sleep(patience.pause(error))
-    except (GeneratorExit, asyncio.CancelledError):
-        if incoming.key is not None:  # its work would go on for a while
-            call = calls.cancel_rollout(incoming.key)
-            with contextlib.suppress(ServerUnreachable), exchange.reaching():
-                await http.request(call.method, call.path, headers=call.headers, timeout=_CANCEL_S)
-        raise
-
-
-@contextlib.asynccontextmanager
-async def _async_connected(
-    http: httpx.AsyncClient, exchange: Exchange, incoming: Incoming
-) -> AsyncIterator[AsyncIterator[bytes]]:
-    with exchange.reaching():
-        async with http.stream(**incoming.request()) as response:
-            if not exchange.is_stream(response):
-                await response.aread()
-                exchange.refuse(response)
-            yield response.aiter_bytes()

@@ -14,7 +14,6 @@ import numpy as np
 import orjson
 import pytest
 
-from shared import client as module
 from shared import exchange
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import (
@@ -112,7 +111,8 @@ def flavour(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "DELAYS_S", (0.001,) * 3)
-    monkeypatch.setattr(module, "_POLL_S", 0.001)
+    for name in ("client", "async_client"):
+        monkeypatch.setattr(f"shared.{name}.POLL_S", 0.001)
 
 
 def run(server: Server, flavour: str, ask: Ask) -> Any:

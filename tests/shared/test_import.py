@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -26,9 +27,16 @@ def test_nothing_heavy_comes_along(module: str) -> None:
 
 
 def test_the_client_waits_with_what_takes_long_to_import() -> None:
-    slow = ["httpx", "numpy", "pydantic", "zstandard"]
+    slow = ["asyncio", "httpx", "numpy", "pydantic", "zstandard"]
     assert modules_after("import shared.client").isdisjoint(slow)
     made = "from shared.client import RolloutClient; RolloutClient('http://127.0.0.1:9').close()"
     loaded = modules_after(made)
     assert "httpx" in loaded
     assert loaded.isdisjoint(["numpy", "pydantic", *HEAVY])
+
+
+def test_both_clients_come_from_one_module() -> None:
+    asked = "from shared.client import AsyncRolloutClient; assert AsyncRolloutClient.rollout"
+    assert "asyncio" in modules_after(asked)
+    with pytest.raises(AttributeError, match="has no attribute 'RolloutClients'"):
+        importlib.import_module("shared.client").RolloutClients  # noqa: B018

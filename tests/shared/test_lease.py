@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from rollout_server.leases import Leases
+from shared.async_lease import AsyncLease
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import Conflict, EngineFailure, Forbidden, ServerUnreachable, TitoError
-from shared.lease import AsyncLease, Lease, default_holder
+from shared.lease import Lease, default_holder
 from tests.rollout_server.fakes import Clock, idle_app, leases_on
 from tests.rollout_server.support import eventually, serving
 

@@ -191,10 +191,10 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(asked.dims, asked.repeats, Path(scratch))
+        bench.loads()
         bench.digests()
         if asked.constants:
             bench.unrolling()
-        bench.loads()
     print(json.dumps({"bench": "done", "dims": asked.dims}), flush=True)
 
 

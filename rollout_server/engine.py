@@ -180,6 +180,9 @@ class VLLMEngine:
 
         self.held = False
         os.environ[PARENT_VARIABLE] = str(os.getpid())
+        # On GPUs vLLM would fork, and a forked process does not load plugins again: it would go on
+        # without a server, and without what else the worker plugin does for it.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         with reason_told(settings):
             self._llm: AsyncLLM = AsyncLLM.from_engine_args(
                 _engine_args(settings, self.worker_extension)
@@ -246,8 +249,14 @@ class VLLMEngine:
         raise EngineFailure("the engine ended a request without an answer")
 
     async def pause(self, mode: PauseMode) -> None:
+        # What pause_generation does, but for its 20 ms of sleep at the end, so that outputs come
+        # before it returns: they may come later, each says by which weights it was made.
+        await self._llm.renderer.clear_mm_cache_async()
         # Without clear_cache, keys and values of the old weights would serve the new ones.
-        await self.while_alive(self._llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=True))
+        pause = self._llm.engine_core.pause_scheduler_async(
+            mode=PAUSE_MODES[mode], clear_cache=True
+        )
+        await self.while_alive(pause)
 
     async def resume(self) -> None:
         if self.held:

@@ -1,55 +1,24 @@
-"""Inside a worker: a flat buffer on its device that a trainer fills, and what is done with it.
+"""Worker methods for channels: opening one, and loading what it has brought.
 
-Each channel has a thread of its own, which joins the trainer, receives, verifies and copies to a
-file while the engine's loop goes on; only opening a channel and loading from it are calls of the
-engine. The server commands the thread by a socket, one JSON document a line. When the server closes
-the socket, or has gone, whatever the thread waits for is given up and the memory is freed.
+Both are calls of the engine. All else that happens in a channel is done by a thread of its own, see
+:mod:`rollout_server.worker_channel`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import mmap
-import os
-import select
-import socket
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from shared import nccl
-from shared.byte_link import Receiver
+from rollout_server.worker_channel import WorkerChannel
 from shared.channel import Layout
-from shared.cuda import DeviceMemory
-from shared.weights import TensorSpec, checkpoint_digest, encode_header
+from shared.weights import TensorSpec
 
 log = logging.getLogger("tito.staging")
-
-_ACCEPT_S = 30.0
-_HOST_PIECE_BYTES = 16 << 20
-_SHARED_MEMORY = Path("/dev/shm")
-_DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a layout, in its flat buffer of bytes."""
-    return {
-        spec.name: flat[start : start + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
-        for spec, start in zip(layout.specs, layout.offsets, strict=True)
-    }
 
 
 class StagedTensors:
@@ -66,228 +35,6 @@ class StagedTensors:
         return self.tensors.get(name)
 
 
-class _Group(Protocol):
-    """A worker's end of a broadcast."""
-
-    def join(self, deadline: float) -> None: ...
-
-    def receive(self, deadline: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _NcclGroup:
-    """A broadcast between GPUs, on a stream beside the engine's."""
-
-    def __init__(
-        self, flat: Tensor, layout: Layout, rank: int, rendezvous: Any, given_up: Any
-    ) -> None:
-        self._flat, self._layout, self._given_up = flat, layout, given_up
-        self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        self._id = bytes.fromhex(rendezvous["unique_id"])
-        self._rank, self._size = rank, rendezvous["size"]
-        self._comm: nccl.Communicator | None = None
-
-    def join(self, deadline: float) -> None:
-        self._comm = nccl.Communicator(self._id, self._rank, self._size)
-        self._comm.settle(lambda: True, deadline, self._given_up)
-
-    def receive(self, deadline: float) -> None:
-        assert self._comm is not None
-        for start, end in self._layout.pieces():
-            piece = self._flat[start:end]
-            self._comm.broadcast(piece.data_ptr(), end - start, self._stream.cuda_stream)
-            self._comm.settle(lambda: True, deadline, self._given_up)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(self._stream)
-        self._comm.settle(arrived.query, deadline, self._given_up)
-
-    def close(self) -> None:
-        if self._comm is not None:
-            self._comm.abort()
-
-
-class _SocketGroup:
-    """The same without GPUs."""
-
-    def __init__(self, flat: Tensor, receiver: Receiver, given_up: Any) -> None:
-        self._bytes, self._receiver, self._given_up = flat.numpy().data, receiver, given_up
-
-    def join(self, deadline: float) -> None:
-        self._receiver.join(deadline, self._given_up)
-
-    def receive(self, deadline: float) -> None:
-        self._receiver.receive(self._bytes, deadline, self._given_up)
-
-    def close(self) -> None:
-        self._receiver.close()
-
-
-class _Channel(threading.Thread):
-    """One channel of one worker.
-
-    Args:
-        address: the socket where it takes commands.
-        ended: called when it has ended.
-        layout: of the buffer.
-        device: where the buffer is.
-        interface: on which it listens for the trainer, without GPUs.
-        secret: that the trainer will know then.
-    """
-
-    def __init__(
-        self,
-        address: Path,
-        layout: Layout,
-        device: torch.device,
-        interface: str,
-        secret: str,
-        ended: Callable[[], None],
-    ) -> None:
-        super().__init__(name="tito-channel", daemon=True)
-        self._ended = ended
-        self.layout = layout
-        self._device = device
-        self._secret, self._interface = secret, interface
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(address))
-        self._listener.listen(1)
-        self._listener.settimeout(_ACCEPT_S)
-        self._server: socket.socket | None = None
-        self._file: Path | None = None
-        self._receiver: Receiver | None = None
-        self._group: _Group | None = None
-        self._memory: DeviceMemory | None = None
-        self._pinned: Tensor | None = None
-        self.flat = self._allocate()
-        self.tensors: dict[str, Tensor] | None = views(self.flat, layout)
-
-    def _allocate(self) -> Tensor:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # makes its context current for this thread
-            self._memory = DeviceMemory.allocate(self.layout.nbytes)
-            return torch.as_tensor(self._memory, device=self._device)
-        descriptor, name = tempfile.mkstemp(prefix="tito-channel-", dir=_SHARED_MEMORY)
-        self._file = Path(name)
-        os.posix_fallocate(descriptor, 0, self.layout.nbytes)
-        content = mmap.mmap(descriptor, self.layout.nbytes)
-        os.close(descriptor)
-        return torch.frombuffer(content, dtype=torch.uint8)
-
-    def described(self, kind: str) -> dict[str, Any]:
-        """What the trainer must know to reach the buffer."""
-        if kind == "ipc" and self._memory is not None:
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-            return {"memory": {"device": uuid, "handle": self._memory.handle().hex()}}
-        if kind == "ipc":
-            return {"memory": {"device": "", "handle": str(self._file)}}
-        if self._memory is not None:
-            return {"unique_id": nccl.unique_id().hex()}
-        self._receiver = Receiver(self._interface, self._secret)
-        return {"port": self._receiver.port}
-
-    def run(self) -> None:
-        try:
-            self._server, _ = self._listener.accept()
-            self._listener.close()
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            with self._server, self._server.makefile("rb") as commands:
-                for line in commands:
-                    self._server.sendall(self._answered(json.loads(line)))
-        except (OSError, ValueError) as error:
-            log.warning("a channel ends: %s", error)
-        finally:
-            self._listener.close()
-            self._end()
-
-    def _answered(self, command: dict[str, Any]) -> bytes:
-        do: Callable[..., Any] = getattr(self, f"_do_{command.pop('do')}")
-        try:
-            answer = {"ok": do(**command)}
-        except Exception as error:  # whatever it is, the server shall know
-            log.exception("a channel's work failed")
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        return json.dumps(answer).encode() + b"\n"
-
-    def _do_join(self, rank: int, rendezvous: dict[str, Any], seconds: float) -> None:
-        if self._receiver is not None:
-            self._group = _SocketGroup(self.flat, self._receiver, self._given_up)
-        else:
-            self._group = _NcclGroup(self.flat, self.layout, rank, rendezvous, self._given_up)
-        self._group.join(time.monotonic() + seconds)
-
-    def _do_receive(self, seconds: float) -> None:
-        assert self._group is not None
-        self._group.receive(time.monotonic() + seconds)
-
-    def _do_verify(self) -> dict[str, Any]:
-        from rollout_server.device_digest import not_finite, tensor_digests
-        from rollout_server.load_plan import warm_up
-
-        assert self.tensors is not None
-        with self._beside_the_engine():
-            warm_up(self._device)
-            broken = not_finite(self.tensors)
-            return {"hashes": tensor_digests(self.tensors), "not_finite": broken}
-
-    def _do_spill(self, path: str) -> str:
-        """Write the tensors to a safetensors file; the digest of what was written."""
-        hashes: list[tuple[TensorSpec, str]] = []
-        with self._beside_the_engine(), Path(path).open("wb") as file:
-            file.write(encode_header(self.layout.specs))
-            for spec, start in zip(self.layout.specs, self.layout.offsets, strict=True):
-                seen = xxhash.xxh3_128()
-                for piece in self._on_host(start, start + spec.nbytes):
-                    file.write(piece)
-                    seen.update(piece)
-                hashes.append((spec, seen.hexdigest()))
-        return checkpoint_digest(hashes)
-
-    def _on_host(self, start: int, end: int) -> Iterator[memoryview]:
-        """Bytes of the buffer in pieces; each is good until the next is asked for."""
-        on_gpu = self._device.type == "cuda"
-        if on_gpu and self._pinned is None:
-            # Several times faster to copy to than memory that the system may move.
-            self._pinned = torch.empty(_HOST_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-        for low in range(start, end, _HOST_PIECE_BYTES):
-            piece = self.flat[low : min(low + _HOST_PIECE_BYTES, end)]
-            if self._pinned is not None:
-                piece = self._pinned[: len(piece)].copy_(piece)
-            yield piece.numpy().data
-
-    @contextlib.contextmanager
-    def _beside_the_engine(self) -> Iterator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-
-    def _given_up(self) -> str | None:
-        """Why nothing is waited for any more: the server has closed the socket."""
-        assert self._server is not None
-        if not select.select([self._server], [], [], 0)[0]:
-            return None
-        with contextlib.suppress(ConnectionError):
-            if self._server.recv(1, socket.MSG_PEEK):
-                return None
-        return "the channel was closed"
-
-    def _end(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-        # Views may still be in use by a load; the memory goes with the last of them.
-        self._group = self._memory = None
-        self.tensors, self.flat, self._pinned = None, torch.empty(0), None
-        self._ended()
-
-
 class DeviceStaging:
     """Worker methods for channels; ``self`` is vLLM's worker."""
 
@@ -295,7 +42,7 @@ class DeviceStaging:
     device: torch.device
     vllm_config: Any
     model_runner: Any
-    _tito_channels: dict[str, _Channel] | None = None
+    _tito_channels: dict[str, WorkerChannel] | None = None
     _tito_plan: Any = None
 
     def tito_channel_open(
@@ -317,7 +64,7 @@ class DeviceStaging:
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         address = Path(folder) / str(rank)
-        opened = _Channel(address, layout, self.device, interface, secret, self._tito_forget)
+        opened = WorkerChannel(address, layout, self.device, interface, secret, self._tito_forget)
         described = opened.described(kind)
         opened.start()
         known = {name: old for name, old in (self._tito_channels or {}).items() if old.is_alive()}

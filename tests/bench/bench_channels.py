@@ -40,7 +40,8 @@ from shared.channel import Kind, Layout
 from shared.client import RolloutClient
 from shared.errors import TitoError
 from shared.weights import LazyTensor, TensorSpec
-from trainer.channels import ChannelSender, Named
+from trainer.channel_pieces import Named
+from trainer.channels import ChannelSender
 
 CONTEXT = 512
 PROMPT = list(range(5, 37))

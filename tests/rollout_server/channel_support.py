@@ -17,7 +17,8 @@ from shared.client import RolloutClient
 from shared.errors import EngineFailure
 from shared.weights import TensorSpec
 from tests.rollout_server.support import FakeEngine, Tensors, Weights, digest_of, spec_of
-from trainer.channels import ChannelSender, Named
+from trainer.channel_pieces import Named
+from trainer.channels import ChannelSender
 
 
 class Worker(DeviceStaging):

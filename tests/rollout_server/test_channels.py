@@ -272,9 +272,9 @@ def stall():
 tensors = named(weights.tensors)
 half = len(tensors) // 2
 tensors[half] = (tensors[half][0], stall)
-import shared.channel, trainer.channels
+import shared.channel, trainer.channel_pieces
 shared.channel.PIECE_BYTES = 1 << 12  # so that something is sent before
-trainer.channels._BATCH_BYTES = 1
+trainer.channel_pieces._BATCH_BYTES = 1
 sender.publish(tensors, int(fence))
 """
 
@@ -359,7 +359,7 @@ class TestCopies:
         sender = sender_to(server.client, "ipc", first)
         engine = server.engine
         monkeypatch.setattr(
-            "rollout_server.device_staging._Channel._do_spill",
+            "rollout_server.worker_channel.WorkerChannel._do_spill",
             lambda *_, **__: _die(engine),
         )
         lost = sender.publish(named(second.tensors), None)
@@ -379,15 +379,15 @@ class TestCopies:
     ) -> None:
         before = make_live(server.client, first)
         sender = sender_to(server.client, "ipc", first)
-        from rollout_server.device_staging import _Channel
+        from rollout_server.worker_channel import WorkerChannel
 
-        plain = _Channel._do_spill
+        plain = WorkerChannel._do_spill
 
         def spill(channel: Any, path: str) -> str:
             channel.flat[:2] += 1
             return plain(channel, path)
 
-        monkeypatch.setattr(_Channel, "_do_spill", spill)
+        monkeypatch.setattr(WorkerChannel, "_do_spill", spill)
         sender.publish(named(second.tensors), None)
         eventually(lambda: state_of(server) == (before, first.digest))
         eventually(lambda: server.engine.loaded[-1] == first.digest)
@@ -402,7 +402,7 @@ class TestCopies:
         def full(*_: Any, **__: Any) -> str:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("rollout_server.device_staging._Channel._do_spill", full)
+        monkeypatch.setattr("rollout_server.worker_channel.WorkerChannel._do_spill", full)
         result = sender.publish(named(second.tensors), None, durable=True)
         assert not result.durable
         policy = server.client.policy()

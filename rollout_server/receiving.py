@@ -1,0 +1,79 @@
+"""Inside a worker: its end of a broadcast, by NCCL, or by a socket where there are no GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shared import nccl
+from shared.byte_link import Receiver
+from shared.channel import Layout
+
+GivenUp = Callable[[], str | None]
+"""Why nothing is waited for any more, if that is so."""
+
+
+class Group(Protocol):
+    """A worker's end of a broadcast. What it waits for, it waits for until a deadline."""
+
+    def join(self, deadline: float) -> None:
+        """Meet the trainer."""
+        ...
+
+    def receive(self, deadline: float) -> None:
+        """Fill the buffer with what it sends."""
+        ...
+
+    def close(self) -> None:
+        """End the group on this side; whatever waits for it ends too."""
+        ...
+
+
+class NcclGroup:
+    """A broadcast between GPUs, on a stream beside the engine's."""
+
+    def __init__(
+        self, flat: Tensor, layout: Layout, rank: int, rendezvous: Any, given_up: GivenUp
+    ) -> None:
+        self._flat, self._layout, self._given_up = flat, layout, given_up
+        self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        self._id = bytes.fromhex(rendezvous["unique_id"])
+        self._rank, self._size = rank, rendezvous["size"]
+        self._comm: nccl.Communicator | None = None
+
+    def join(self, deadline: float) -> None:
+        self._comm = nccl.Communicator(self._id, self._rank, self._size)
+        self._comm.settle(lambda: True, deadline, self._given_up)
+
+    def receive(self, deadline: float) -> None:
+        assert self._comm is not None
+        for start, end in self._layout.pieces():
+            piece = self._flat[start:end]
+            self._comm.broadcast(piece.data_ptr(), end - start, self._stream.cuda_stream)
+            self._comm.settle(lambda: True, deadline, self._given_up)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(self._stream)
+        self._comm.settle(arrived.query, deadline, self._given_up)
+
+    def close(self) -> None:
+        if self._comm is not None:
+            self._comm.abort()
+
+
+class SocketGroup:
+    """The same without GPUs."""
+
+    def __init__(self, flat: Tensor, receiver: Receiver, given_up: GivenUp) -> None:
+        self._bytes, self._receiver, self._given_up = flat.numpy().data, receiver, given_up
+
+    def join(self, deadline: float) -> None:
+        self._receiver.join(deadline, self._given_up)
+
+    def receive(self, deadline: float) -> None:
+        self._receiver.receive(self._bytes, deadline, self._given_up)
+
+    def close(self) -> None:
+        self._receiver.close()

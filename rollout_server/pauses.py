@@ -127,7 +127,7 @@ class Pauses:
                 the lease has ended.
         """
         if level > 1:  # what is live must have a copy to come back from
-            await self._startup.service.publisher.settled()
+            await self._startup.service.publisher.turns.settled()
         async with self._turn(caller) as service:
             if fence is not None:
                 self._leases.check(DEFAULT_POLICY, fence, owner=caller.name)

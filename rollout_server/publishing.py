@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout_server import staging
 from rollout_server.applying import WeightSwitch
@@ -30,25 +28,22 @@ from rollout_server.arrivals import (
     DeltaArrival,
 )
 from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
+from rollout_server.channel_publishing import ChannelPublisher, Turns
 from rollout_server.checkpoints import (
     Checkpoint,
     Manifest,
     Verified,
     check_tensors,
     checkpoint_files,
-    reject_if,
     verify,
 )
 from rollout_server.deltas import apply_delta
 from rollout_server.policies import Policies, Publish, PublishState
 from rollout_server.spool import Spool
 from rollout_server.supervisor import Supervisor
-from shared.errors import Conflict, Problem, TitoError
+from shared.errors import Conflict, TitoError
 from shared.protocol import ReloadResult
-from shared.weights import checkpoint_digest, encode_header
-
-if TYPE_CHECKING:
-    from rollout_server.channels import OpenChannel
+from shared.weights import encode_header
 
 _SPARE_HEADER_BYTES = 64 << 10
 
@@ -69,6 +64,8 @@ class Publisher:
 
     Attributes:
         applying, manifest: see above.
+        turns: who loads weights.
+        by_channel: publishes what comes into the workers' memory.
         restore: puts the committed version into an engine that holds another.
     """
 
@@ -95,8 +92,11 @@ class Publisher:
         self._slots = slots
         self._ended = ended
         self.applying = applying
-        self._settling: asyncio.Task[None] | None = None
+        self.turns = Turns(applying)
         self._switch = WeightSwitch(supervisor, policies.default, spool, base)
+        self.by_channel = ChannelPublisher(
+            policies.default, self._switch, self.turns, lambda: self._check_applicable(None), ended
+        )
         self.restore = self._switch.restore
 
     async def publish_stream(
@@ -169,71 +169,6 @@ class Publisher:
         """
         files = await asyncio.to_thread(staging.find_checkpoint, path, self._limits)
         return await self._from_files(files, announced, options)
-
-    async def publish_channel(
-        self,
-        channel: OpenChannel,
-        receive: Callable[[], Awaitable[None]],
-        *,
-        seconds: float,
-        durable: bool,
-        options: PublishOptions,
-    ) -> ReloadResult:
-        """Publish what the workers have received, or still have to.
-
-        It is live before there is a copy of it. Until there is, nothing else is loaded.
-
-        Args:
-            channel: leads to the workers; nobody else uses it meanwhile.
-            receive: returns when everything is there; may be cancelled.
-            seconds: how long verifying may take.
-            durable: return only when the copy is there.
-            options: see there.
-
-        Raises:
-            WeightsRejected, Conflict: nothing has changed.
-            EngineFailure: the transfer or the load failed; the message says what is live now.
-        """
-        await options.checked()
-        with attempt(self._policy, options, self._ended) as publish:
-            await self.settled()  # its buffer may still be the only copy of what is live
-            with stage(publish, "transfer"):
-                await receive()
-            publish.state = PublishState.STAGED
-            with stage(publish, "verify"):
-                digest = await _verified_in_place(channel, seconds)
-            publish.state, publish.digest = PublishState.VERIFIED, digest
-            result = await to_its_end(self._make_live(publish, channel, digest, options))
-            if durable:
-                await self.settled()
-            return replace(result, durable=self._policy.durable_version >= result.version)
-
-    async def _make_live(
-        self, publish: Publish, channel: OpenChannel, digest: str, options: PublishOptions
-    ) -> ReloadResult:
-        async with self._turn(options):
-            self._check_applicable(None)
-            await self._switch.apply_staged(publish, channel.links, digest, options)
-            settle = self._switch.settle(publish, channel.links, self.applying)
-            channel.settling = self._settling = asyncio.create_task(settle)
-        assert publish.version is not None
-        return ReloadResult(publish.version, digest, publish.timings)
-
-    async def settled(self, seconds: float | None = None) -> None:
-        """Wait until there is a copy of what is live, or there will be none."""
-        if self._settling is not None:
-            await asyncio.wait({self._settling}, timeout=seconds)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, options: PublishOptions) -> AsyncIterator[None]:
-        """Load weights inside: nobody else does, the publisher may, and a failure can be undone."""
-        while True:
-            await self.settled()
-            async with self.applying:
-                if self._settling is None or self._settling.done():
-                    async with options.committing():
-                        yield
-                    return
 
     def make_room(self) -> tuple[Path, int]:
         """A staging folder for :meth:`publish_folder`, and how long a header in it may be."""
@@ -335,12 +270,12 @@ class Publisher:
     ) -> ReloadResult:
         try:
             publish.state = PublishState.STAGED
-            await self.settled()  # a delta is applied to the file of what is live
+            await self.turns.settled()  # a delta is applied to the file of what is live
             with stage(publish, "verify"), staging.storage_errors():
                 verified = await asyncio.to_thread(check)
                 await asyncio.to_thread(self._spool.prepare, folder)
             publish.state, publish.digest = PublishState.VERIFIED, verified.digest
-            async with self._turn(options):
+            async with self.turns.taken(options):
                 self._check_applicable(verified.base)
                 return await self._switch.apply(publish, folder, verified, options)
         finally:
@@ -356,11 +291,3 @@ class Publisher:
                 f"LoRA policies {', '.join(adapters)} belong to the weights that are live; "
                 "delete them before other full weights are published"
             )
-
-
-async def _verified_in_place(channel: OpenChannel, seconds: float) -> str:
-    """Digest of what the workers hold for a channel, if it may be loaded."""
-    hashes, broken = await channel.links.verify(seconds)
-    problems = [Problem(name, "NaN or infinite values", "finite values") for name in broken]
-    reject_if(problems, "the channel holds values that are not finite")
-    return checkpoint_digest((spec, hashes[spec.name]) for spec in channel.layout.specs)

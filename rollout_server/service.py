@@ -160,7 +160,7 @@ class Startup:
         """Stop the engine and let go of the spool."""
         if self._service is not None:
             self._service.jobs.close()
-            await self._service.publisher.settled(_COPY_S)
+            await self._service.publisher.turns.settled(_COPY_S)
         await self._supervisor.close()
         if self._spool is not None:
             self._spool.close()

@@ -88,7 +88,7 @@ async def publish(
             raise
 
     with channels.used(channel):
-        return await publisher.publish_channel(
+        return await publisher.by_channel.publish(
             channel, receive, seconds=channels.seconds, durable=asked.durable, options=options
         )
 

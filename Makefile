@@ -29,9 +29,10 @@ lint: setup      ## Formatting, lint, types and import contracts
 	.venv/bin/mypy shared rollout_server trainer tests
 	.venv/bin/lint-imports
 
-# A type that cannot be resolved is an error, so that the pages have no gaps.
+# A type or name that cannot be resolved is an error, so that the pages have no gaps.
 docs: setup      ## Pages of the API, from the docstrings, in build/docs
-	$(PY) -W error::UserWarning:pdoc.doc_types -m pdoc -d google -o build/docs shared trainer rollout_server
+	$(PY) -W error::UserWarning:pdoc.doc_types -W error::UserWarning:pdoc.doc \
+	  -m pdoc -d google -o build/docs shared trainer rollout_server
 
 test: lint       ## Lint, then every test that is not slow
 	$(PY) -m pytest -m "not slow and not compose"

@@ -42,12 +42,10 @@ if TYPE_CHECKING:
     import httpx
 
     from shared.arrays import IdArray
-    from shared.async_client import AsyncRolloutClient
+    from shared.async_client import AsyncRolloutClient as AsyncRolloutClient  # noqa: PLC0414
     from shared.channel import Channel
     from shared.delta_sender import DeltaBase
     from shared.weights import LazyTensor, TensorSpec
-
-__all__ = ["AsyncRolloutClient", "RolloutClient"]
 
 _RESUMED_AT_ONCE = 64
 
@@ -383,7 +381,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         # Only when it is asked for: asyncio takes longer to import than all the rest.
         if name == "AsyncRolloutClient":
-            from shared.async_client import AsyncRolloutClient
+            from shared.async_client import AsyncRolloutClient as AsyncRolloutClient  # noqa: PLC0414
 
             return AsyncRolloutClient
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

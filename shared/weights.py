@@ -30,7 +30,7 @@ ITEM_BYTES = {
 MAX_HEADER_BYTES = 64 << 20
 PREFIX_BYTES = 8
 TRAILER_BYTES = 32
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 512 << 10
 """Small pieces cost a system call each; of larger ones httpx copies what a call has left over."""
 
 

@@ -289,12 +289,12 @@ def test_nothing_that_takes_long_runs_on_the_loop(
     encoding = "_encode_groups" if settings.get("stream") else "encode_rollout"
     watch(streams if settings.get("stream") else rollout_route, encoding)
     watch(http, "decode")
-    watch(http, "_validate")
+    watch(http, "validated")
     watch(PromptEncoder, "encode")
     watch(PromptEncoder, "decode")
     watch(rollouts, "_sample")
     assert wide.post("big", 8, prompts=["1+1=", [5, 6]], text=True, **settings).is_success
-    assert seen.keys() == {encoding, "decode", "_validate", "encode", "_sample"}
+    assert seen.keys() == {encoding, "decode", "validated", "encode", "_sample"}
     assert wide.engine.loop_thread not in set().union(*seen.values())
 
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class Ranks:
             dist.all_gather(pids, own)
             self._neighbours = [int(pid) for pid in pids]
         threading.Thread(target=self._watch, name="tito-ranks", daemon=True).start()
+        if self.rank == 0:
+            signal.signal(signal.SIGTERM, self._terminate)
 
     def tell(self, orders: Sequence[Order]) -> None:
         """Give each other rank, from rank 1 on, its order."""
@@ -155,6 +158,8 @@ class Ranks:
         if self.rank == 0:
             self.tell_all(END)
         self._over.set()
+        if self.rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         dist.destroy_process_group()
 
     def failed(self, error: BaseException) -> str:
@@ -170,8 +175,7 @@ class Ranks:
     def told(self) -> None:
         """Rank 0 is about to tell of a failure, and must not be ended by torchrun before."""
         self._telling = True
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(RuntimeError):
             self._store.set(_TOLD, "")
 
@@ -185,6 +189,17 @@ class Ranks:
             if dist.get_backend() == "gloo":
                 dist.destroy_process_group()
             self._store.wait([_TOLD], timedelta(seconds=2 * _GRACE_S))
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """What SIGTERM does on rank 0 before and after the loop.
+
+        torchrun sends it as soon as any rank has ended, and this one has still to tell of that.
+        """
+        with suppress(RuntimeError):
+            if self._trouble():
+                return
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def _watch(self) -> None:
         """End this process when another has ended and this one does not notice.

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batch import Batch, micro_batches
+from trainer.grpo import LossSums
 from trainer.ranks import Order, Ranks
 
 LEARN = "learn"
@@ -96,3 +98,15 @@ def _nothing(batch: Batch) -> Batch:
         completion_mask=torch.zeros_like(short.completion_mask),
         rows=torch.zeros_like(short.rows),
     )
+
+
+def over_ranks(sums: LossSums, ranks: Ranks) -> LossSums:
+    """The same over the tokens of all ranks."""
+    if ranks.size == 1:
+        return sums
+    added = {x.name: getattr(sums, x.name) for x in fields(sums) if x.name != "max_log_ratio"}
+    flat = ranks.reduced(torch.cat([x.double().flatten() for x in added.values()]))
+    parts = torch.split(flat, [x.numel() for x in added.values()])
+    joined = {n: part.view(x.shape) for (n, x), part in zip(added.items(), parts, strict=True)}
+    largest = ranks.reduced(sums.max_log_ratio, dist.ReduceOp.MAX)
+    return LossSums(**joined, max_log_ratio=largest)

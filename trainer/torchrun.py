@@ -82,7 +82,5 @@ def _end(ranks: Ranks, error: BaseException) -> None:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    said = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in said for sign in ("Connection closed by peer", "Connection reset by peer")
-    )
+    signs = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,10 +24,9 @@ from trainer.ledger import NEVER_SCORED, Fate
 from trainer.lora import adapter_off
 from trainer.objective import Objective
 from trainer.policy import token_logprobs
-from trainer.ranks import Ranks
 from trainer.rewards import Outcome, Score
 from trainer.sharding import clip_gradient
-from trainer.shares import Share, hand_out
+from trainer.shares import Share, hand_out, over_ranks
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ class _Tally:
 
     def summary(self, learner: Learner) -> Update:
         assert self.sums is not None
-        sums = _over_ranks(self.sums, learner.ranks)
+        sums = over_ranks(self.sums, learner.ranks)
         means, updates = sums.metrics(), len(self.norms)
         return Update(
             updates=updates,
@@ -248,15 +246,3 @@ class _Tally:
             gradient_norm=sum(self.norms) / updates,
             learning_rate=learner.optimizer.param_groups[0]["lr"],
         )
-
-
-def _over_ranks(sums: LossSums, ranks: Ranks) -> LossSums:
-    """The same over the tokens of all ranks."""
-    if ranks.size == 1:
-        return sums
-    added = {x.name: getattr(sums, x.name) for x in fields(sums) if x.name != "max_log_ratio"}
-    flat = ranks.reduced(torch.cat([x.double().flatten() for x in added.values()]))
-    parts = torch.split(flat, [x.numel() for x in added.values()])
-    joined = {n: part.view(x.shape) for (n, x), part in zip(added.items(), parts, strict=True)}
-    largest = ranks.reduced(sums.max_log_ratio, dist.ReduceOp.MAX)
-    return LossSums(**joined, max_log_ratio=largest)

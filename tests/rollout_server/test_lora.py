@@ -1095,3 +1095,21 @@ def test_an_adapter_over_the_limit(tiny_model: Path, tmp_path: Path, one: Lora) 
             server.client.reload_path(folder, policy="p")
         assert caught.value.status == 413
         assert staged_folders(tmp_path) == []
+
+
+def test_samples_leave_the_engine_whole(
+    server: LoraServer, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message when the prompt is through and one at the end, not one for each token."""
+    assert server.engine is not None
+    processor = server.engine.llm.output_processor
+    plain, lengths = processor.process_outputs, list[int]()
+
+    def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.extend(len(output.new_token_ids) for output in outputs)
+        return plain(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_outputs", counted)
+    rollout = client.rollout([PROMPT], group_size=3, max_tokens=40, ignore_eos=True)
+    assert [len(sample.logprobs) for sample in rollout.samples] == [40] * 3
+    assert sorted(lengths) == [1] * 3 + [39] * 3

@@ -128,7 +128,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and not _onto_itself(func, args):
             for target in _written(func, args):
                 name = self._name_of.get(_storage(target))
                 if name is not None and target.numel():
@@ -165,6 +165,16 @@ def _written(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from value if isinstance(value, list | tuple) else [value]
+
+
+def _onto_itself(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether nothing changes: vLLM's reload copies what it loaded in place to the same place."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    target, source = args[:2]
+    return _storage(target) == _storage(source) and _region(target, target) == _region(
+        source, target
+    )
 
 
 def _disjoint(regions: list[Region], whole: int) -> bool:

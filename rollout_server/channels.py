@@ -21,6 +21,7 @@ from functools import partial
 from rollout_server.auth import Caller
 from rollout_server.checkpoints import Manifest, reject_if, reject_unfit
 from rollout_server.leases import Leases
+from rollout_server.pauses import alive
 from rollout_server.service import Startup
 from rollout_server.worker_links import WorkerLinks, closed_after
 from shared.channel import Channel, Kind, Layout
@@ -127,7 +128,8 @@ class Channels:
             self._make_way()
             id = secrets.token_hex(16)
             engine = service.supervisor.current()
-            links = await WorkerLinks.open(engine, id, kind, layout.specs, interface)
+            with alive():
+                links = await WorkerLinks.open(engine, id, kind, layout.specs, interface)
             opened = OpenChannel(id, caller.name, fence, layout, links)
             if kind == "nccl":
                 opened.joining = asyncio.create_task(self._join(opened))

@@ -14,7 +14,6 @@ import mmap
 import os
 import select
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +26,8 @@ from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
 from shared import nccl
-from shared.byte_link import Receiver
-from shared.channel import Layout
+from shared.byte_link import LinkError, Receiver
+from shared.channel import SHARED_NAME, Layout
 from shared.cuda import DeviceMemory
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
@@ -36,7 +35,6 @@ log = logging.getLogger("tito.staging")
 
 _ACCEPT_S = 30.0
 _HOST_PIECE_BYTES = 16 << 20
-_SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -83,7 +81,7 @@ class WorkerChannel(threading.Thread):
         self._listener.listen(1)
         self._listener.settimeout(_ACCEPT_S)
         self._server: socket.socket | None = None
-        self._file: Path | None = None
+        self._file: int | None = None
         self._receiver: Receiver | None = None
         self._group: Group | None = None
         self._memory: DeviceMemory | None = None
@@ -96,12 +94,10 @@ class WorkerChannel(threading.Thread):
             torch.cuda.synchronize(self._device)  # makes its context current for this thread
             self._memory = DeviceMemory.allocate(self.layout.nbytes)
             return torch.as_tensor(self._memory, device=self._device)
-        descriptor, name = tempfile.mkstemp(prefix="tito-channel-", dir=_SHARED_MEMORY)
-        self._file = Path(name)
-        os.posix_fallocate(descriptor, 0, self.layout.nbytes)
-        content = mmap.mmap(descriptor, self.layout.nbytes)
-        os.close(descriptor)
-        return torch.frombuffer(content, dtype=torch.uint8)
+        # It has no name that could outlive this process.
+        self._file = os.memfd_create(SHARED_NAME)
+        os.posix_fallocate(self._file, 0, self.layout.nbytes)
+        return torch.frombuffer(mmap.mmap(self._file, self.layout.nbytes), dtype=torch.uint8)
 
     def described(self, kind: str) -> dict[str, Any]:
         """What the trainer must know to reach the buffer."""
@@ -109,7 +105,8 @@ class WorkerChannel(threading.Thread):
             uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             return {"memory": {"device": uuid, "handle": self._memory.handle().hex()}}
         if kind == "ipc":
-            return {"memory": {"device": "", "handle": str(self._file)}}
+            path = f"/proc/{os.getpid()}/fd/{self._file}"
+            return {"memory": {"device": "", "handle": path}}
         if self._memory is not None:
             return {"unique_id": nccl.unique_id().hex()}
         self._receiver = Receiver(self._interface, self._secret)
@@ -135,7 +132,9 @@ class WorkerChannel(threading.Thread):
         try:
             answer = {"ok": do(**command)}
         except Exception as error:  # whatever it is, the server shall know
-            log.exception("a channel's work failed")
+            expected = isinstance(error, LinkError | nccl.NcclError)
+            # As text: a log that kept the error itself would keep the memory, too.
+            log.warning("a channel's work failed: %s", f"{error}", exc_info=not expected)
             answer = {"error": f"{type(error).__name__}: {error}"}
         return json.dumps(answer).encode() + b"\n"
 
@@ -210,7 +209,7 @@ class WorkerChannel(threading.Thread):
         if self._receiver is not None:
             self._receiver.close()
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            os.close(self._file)
         # Views may still be in use by a load; the memory goes with the last of them.
         self._group = self._memory = None
         self.tensors, self.flat, self._pinned = None, torch.empty(0), None

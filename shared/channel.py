@@ -22,6 +22,9 @@ ALIGNMENT_BYTES = 256
 PIECE_BYTES = 256 << 20
 """What one broadcast moves; the last one moves what is left."""
 
+SHARED_NAME = "tito-channel"
+"""Of the memory that stands in for a GPU's, as the kernel shows it."""
+
 Kind = Literal["ipc", "nccl"]
 _PATH = f"/policies/{DEFAULT_POLICY}/channel"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from shared import nccl
 from shared.byte_link import LinkError, Sender
-from shared.channel import Channel, Layout, Rendezvous
+from shared.channel import SHARED_NAME, Channel, Layout, Rendezvous
 from shared.cuda import CudaError, DeviceMemory
 from shared.protocol import ReloadResult
 from trainer.background import in_background
 from trainer.channel_pieces import Named, batches, copy_into, pieces
 
 _PIECES_IN_FLIGHT = 2
-_SHARED_FILE = re.compile(r"/dev/shm/tito-channel-\w+")
 BROKEN = (CudaError, LinkError, nccl.NcclError, OSError)
 """What a way raises when it cannot be opened, or has broken."""
 
@@ -170,9 +168,9 @@ def _mapped(device: str, handle: str, nbytes: int) -> Tensor:
             torch.cuda.synchronize()  # makes the device's context current for this thread
             memory = DeviceMemory.opened(bytes.fromhex(handle), nbytes)
             return torch.as_tensor(memory, device=place)
-    if not _SHARED_FILE.fullmatch(handle):
+    if not os.readlink(handle).startswith(f"/memfd:{SHARED_NAME} "):
         raise OSError(f"the server names a file that is no channel's: {handle[:80]!r}")
-    descriptor = os.open(handle, os.O_RDWR | os.O_NOFOLLOW)
+    descriptor = os.open(handle, os.O_RDWR)
     try:
         content = mmap.mmap(descriptor, nbytes)
     finally:

@@ -443,6 +443,7 @@ def main() -> None:
         cores=os.cpu_count(),
         threads=threads,
         repeats=asked.repeats,
+        load=os.getloadavg()[0],
     )
     with tempfile.TemporaryDirectory() as scratch:
         folders = [save(Path(scratch) / f"{i}", config, versions[i]) for i in range(2)]

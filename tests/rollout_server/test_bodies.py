@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from rollout_server.bodies import EXTENSION, LARGE_BYTES, MIN_BYTES_PER_S, paced
 from rollout_server.http import body_stream
+from rollout_server.staging import hand_on
 from shared.errors import Conflict, MalformedBody
 from tests.rollout_server.fakes import idle_app
 from tests.rollout_server.support import eventually, serving
@@ -65,6 +67,20 @@ class Reader:
         self.ended.append("whole")
         return Response(whole.hexdigest())
 
+    async def hand_on(self, request: Request) -> Response:
+        """The same by way of threads that look at each batch as late as they may."""
+        whole = hashlib.sha256()
+        self.pieces = []
+
+        def take(batch: list[bytes | memoryview]) -> None:
+            time.sleep(0.005)  # so that what comes next has come already
+            for piece in batch:
+                whole.update(piece)
+                self.pieces.append(len(piece))
+
+        await hand_on(body_stream(request), take, 1 << 30)
+        return Response(whole.hexdigest())
+
     async def refuse(self, request: Request) -> Response:
         """Refuses after as many pieces as the query says."""
         most = int(request.query_params["after"])
@@ -93,6 +109,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Server]:
     reader = Reader()
     app: FastAPI = idle_app(body_silence=SILENCE_S)
     app.add_api_route("/digest", reader.digest, methods=["POST"])
+    app.add_api_route("/hand_on", reader.hand_on, methods=["POST"])
     app.add_api_route("/refuse", reader.refuse, methods=["POST"])
     with serving(app, loop=request.param) as url:
         yield Server(url, reader)
@@ -169,6 +186,16 @@ def test_pieces_are_large_but_the_first_comes_soon(server: Server) -> None:
         line.sendall(body[200 << 10 :])
         assert answer(line) == (200, sha256(body))
     assert server.reader.pieces.count(4 << 20) >= 15
+
+
+@pytest.mark.parametrize("together", [0, 1000, 1 << 17, 1 << 18, 1 << 30])
+def test_pieces_stay_as_they_are_while_a_thread_has_them(server: Server, together: int) -> None:
+    body = os.urandom((40 << 20) + 12_345)
+    with server.line() as line:
+        line.sendall(head("/hand_on", len(body)) + body[:together])
+        line.sendall(body[together:])
+        assert answer(line) == (200, sha256(body))
+    assert sum(server.reader.pieces) == len(body)
 
 
 def test_who_is_not_read_has_to_wait(server: Server) -> None:

@@ -120,7 +120,7 @@ def open_channel(kind: str, specs: Iterable[TensorSpec], *, fence: int | None) -
 def await_channel(id: str, wait_seconds: float) -> Call[str]:
     """``GET /policies/default/channel/{id}``."""
     params = {"wait_seconds": str(wait_seconds)}
-    return Call("GET", f"{_PATH}/{id}", lambda answer: str(answer["state"]), params=params)
+    return Call("GET", f"{_PATH}/{id}", _read_state, params=params)
 
 
 def close_channel(id: str) -> Call[None]:
@@ -149,6 +149,13 @@ def _read_channel(document: Any) -> Channel:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedBody(f"not an answer about a channel: {error!r}") from None
+
+
+def _read_state(document: Any) -> str:
+    try:
+        return str(document["state"])
+    except (KeyError, TypeError) as error:
+        raise MalformedBody(f"not the state of a channel: {error!r}") from None
 
 
 def _read_rendezvous(document: Any) -> Rendezvous:

@@ -9,7 +9,10 @@ import sys
 import pytest
 
 HEAVY = ["torch", "vllm", "fastapi", "transformers", "uvicorn", "safetensors", "huggingface_hub"]
-MODULES = ["client", "codec", "errors", "protocol", "requests", "tokens", "weights"]
+MODULES = [
+    "byte_link", "channel", "client", "codec", "cuda", "errors", "nccl", "protocol", "requests",
+    "tokens", "weights",
+]  # fmt: skip
 
 
 def modules_after(statement: str) -> set[str]:

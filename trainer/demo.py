@@ -129,8 +129,13 @@ def _cache_directory() -> Path:
 
 
 @contextmanager
-def rollout_server(model: Path, log: Path) -> Iterator[str]:
+def rollout_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """A rollout server in a process of its own, ended with the block whatever happens in it.
+
+    Args:
+        model: that it serves.
+        log: file for what it prints.
+        flags: of the server, besides or instead of the demo's.
 
     Raises:
         TrainerError: it did not start; the message has the end of its log.
@@ -138,7 +143,7 @@ def rollout_server(model: Path, log: Path) -> Iterator[str]:
     port = _free_port()
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
     # So small a model gains less from CUDA graphs than it takes to compile and capture them.
-    command += ["--max-model-len", str(CONTEXT), "--eager"]
+    command += ["--max-model-len", str(CONTEXT), "--eager", *flags]
     with _terminable(), log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -375,6 +375,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true", help="a trainer of the first model")
     parser.add_argument("--peer", action="store_true", help="for the last model")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
+    parser.add_argument("--gate", type=Path, help="measure when this file is there")
     parser.add_argument("--victim", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--on", type=torch.device, help=argparse.SUPPRESS)
@@ -402,6 +403,10 @@ def run(asked: argparse.Namespace, scratch: Path) -> None:
             for dims, model in models.items()
             if asked.kinds or asked.http or asked.kill
         }
+        for _, client in servers.values():
+            client.wait_ready(READY_S)
+        while asked.gate is not None and not asked.gate.exists():
+            time.sleep(0.1)
         for dims, (url, client) in servers.items():
             start, specs = time.perf_counter(), specs_of(models[dims])
             client.wait_ready(READY_S)

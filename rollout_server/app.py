@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.auth import Authenticator
 from rollout_server.channels import Channels
-from rollout_server.engine import Engine, VLLMEngine
+from rollout_server.engine import Engine
 from rollout_server.foreign_updates import ForeignUpdates
 from rollout_server.http import ClientGone, error_answer
 from rollout_server.leases import Leases
@@ -30,6 +30,7 @@ from rollout_server.routes import openai, policies, reload, rollout, score, stat
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
 from rollout_server.traced import TracedRequests
+from rollout_server.vllm_engine import VLLMEngine
 from rollout_server.vllm_serving import OpenAIServing
 from shared.errors import EngineFailure, InvalidRequest, NotFound, TitoError
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rollout_server.engine import PAUSE_MODES, Engine, VLLMEngine
+from rollout_server.engine import Engine
+from rollout_server.vllm_engine import PAUSE_MODES, VLLMEngine
 from shared.errors import Conflict
 from shared.protocol import PauseMode
 

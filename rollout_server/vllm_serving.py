@@ -18,7 +18,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from rollout_server.engine import Adapter, Engine, VLLMEngine
+from rollout_server.engine import Adapter, Engine
+from rollout_server.vllm_engine import VLLMEngine
 from shared.errors import EngineUnavailable, NotFound
 from shared.protocol import DEFAULT_POLICY
 

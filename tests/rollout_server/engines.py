@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_server.app import create_app
-from rollout_server.engine import Adapter, Completion, Engine, VLLMEngine
+from rollout_server.engine import Adapter, Completion, Engine
 from rollout_server.settings import ServerSettings
+from rollout_server.vllm_engine import VLLMEngine
 from shared.client import RolloutClient
 from shared.protocol import Rollout, Sample
 from shared.requests import SamplingSettings

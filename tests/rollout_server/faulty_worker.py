@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollout_server.engine import VLLMEngine
+from rollout_server.vllm_engine import VLLMEngine
 from rollout_server.weight_check import Repacking
 from rollout_server.worker_plugin import WeightLoader
 

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rollout_server.engine import VLLMEngine
+from rollout_server.vllm_engine import VLLMEngine
 from rollout_server.worker_plugin import WeightLoader
 
 BACKEND = "files"

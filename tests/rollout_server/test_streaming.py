@@ -16,8 +16,9 @@ import msgpack
 import orjson
 import pytest
 
-from rollout_server.engine import Completion, VLLMEngine
+from rollout_server.engine import Completion
 from rollout_server.settings import ServerSettings
+from rollout_server.vllm_engine import VLLMEngine
 from shared.client import AsyncRolloutClient, RolloutClient
 from shared.errors import (
     DeadlineExceeded,

@@ -60,17 +60,17 @@ class ModelConfig(_Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the activations that are computed again instead of kept: of all "
-        "layers, or the cheapest ones if layers are compiled; true is all of them.",
+        description="Share of the activations that are computed again instead of kept: up to 0.5 "
+        "those of MLPs, then whole layers; true is all of them.",
     )
     liger: bool | Literal["auto"] = Field(
         default="auto",
-        description="Liger's fused kernels for norms, rotary and SwiGLU; auto: on a GPU, where "
-        "they are installed and know the model, and layers are not compiled.",
+        description="Fused kernels for norms, rotary and SwiGLU, of which Liger has two; auto: on "
+        "a GPU, where it is installed and knows the model, and layers are not compiled.",
     )
     compile: bool = Field(
         default=False,
-        description="Compile the layers with torch: faster steps after a minute at the start.",
+        description="Compile the layers with torch, which takes minutes when they first run.",
     )
     lora: LoraConfig = LoraConfig()
 

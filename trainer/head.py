@@ -248,7 +248,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 

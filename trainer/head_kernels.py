@@ -18,7 +18,9 @@ _BLOCK, _WARPS = 4096, 8
 
 
 @triton.jit
-def _normalise_kernel(logits, tokens, chosen, normaliser, vocabulary, scale, BLOCK: tl.constexpr):
+def _normalise_kernel(
+    logits, tokens, chosen, normaliser, scale, vocabulary: tl.constexpr, BLOCK: tl.constexpr
+):
     """Of one row: the chosen logit, and the log of the sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
@@ -41,7 +43,9 @@ def _normalise_kernel(logits, tokens, chosen, normaliser, vocabulary, scale, BLO
 
 
 @triton.jit
-def _slopes_kernel(logits, tokens, normaliser, vocabulary, scale, BLOCK: tl.constexpr):
+def _slopes_kernel(
+    logits, tokens, normaliser, scale, vocabulary: tl.constexpr, BLOCK: tl.constexpr
+):
     """Of one block of a row, in place: 1 at the chosen token, minus probabilities."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +68,7 @@ def normalise(logits: Tensor, tokens: Tensor, scale: float) -> tuple[Tensor, Ten
     chosen = torch.empty(len(tokens), dtype=torch.float32, device=logits.device)
     normaliser = torch.empty_like(chosen)
     _normalise_kernel[(len(tokens),)](
-        logits, tokens, chosen, normaliser, logits.shape[1], scale, BLOCK=_BLOCK, num_warps=_WARPS
+        logits, tokens, chosen, normaliser, scale, logits.shape[1], BLOCK=_BLOCK, num_warps=_WARPS
     )
     return chosen, normaliser
 
@@ -73,6 +77,6 @@ def to_slopes(logits: Tensor, tokens: Tensor, normaliser: Tensor, scale: float) 
     """``onehot(token) - p``, written over the logits and returned; arguments as above."""
     grid = (len(tokens), triton.cdiv(logits.shape[1], _BLOCK))
     _slopes_kernel[grid](
-        logits, tokens, normaliser, logits.shape[1], scale, BLOCK=_BLOCK, num_warps=_WARPS
+        logits, tokens, normaliser, scale, logits.shape[1], BLOCK=_BLOCK, num_warps=_WARPS
     )
     return logits

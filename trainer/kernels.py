@@ -1,16 +1,20 @@
-"""What makes a model's layers faster or smaller: Liger's kernels, compilation, checkpointing.
+"""What makes a model's layers faster or smaller: fused kernels, compilation, checkpointing.
 
-Liger (Hsu et al. 2024, 2410.10989) has fused GPU kernels for norms, rotary embeddings and SwiGLU.
-Its fused losses are not used: each computes one objective from the hidden states, while every
-objective here is computed from log-probabilities, which :mod:`trainer.head` gives without logits.
+Liger (Hsu et al. 2024, 2410.10989) has fused GPU kernels for rotary embeddings and SwiGLU; those
+for norms are :mod:`trainer.norm_kernels`, or Liger's where a model's norm is another. Its losses
+are not used: each computes one objective from the hidden states, while every objective here is
+computed from log-probabilities, which :mod:`trainer.head` gives without logits.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -61,13 +65,15 @@ def compile_layers(model: PreTrainedModel, again: float = 0.0) -> None:
 
 
 def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
-    """Keep the activations of the last layers alone, and compute the others' again.
+    """Compute some activations again in the backward pass, instead of keeping them.
 
-    Memory is at its highest when the backward pass begins, whichever layers are chosen. The first
-    ones are computed again when it is nearly done, and the others' activations are gone.
+    An MLP holds about half of a layer's activations, and its last product need not be computed
+    again. So up to a share of one half it is the MLPs of the first layers, and beyond it those of
+    all and, of the first ones, the whole layer. Memory is at its highest when the backward pass
+    begins; it comes to the first layers when the others' activations are gone.
 
     Args:
-        share: of the layers that are computed again, from 0 to 1.
+        share: from 0 to 1, which is everything.
 
     Raises:
         ConfigError: the model does not say what its layers are.
@@ -75,9 +81,16 @@ def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
     if share == 0:
         return
     layers = _layers(model, "model.activation_checkpointing")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers[round(share * len(layers)) :]:
-        layer.gradient_checkpointing = False
+    parts = all(isinstance(getattr(layer, "mlp", None), nn.Module) for layer in layers)
+    whole = round((2 * share - 1 if parts else share) * len(layers))
+    # No dropout is active, so that there is no random state to be kept.
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    model.gradient_checkpointing_enable(how)
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index < whole
+        if parts and whole <= index < round(2 * share * len(layers)):
+            mlp: Any = layer.mlp
+            mlp.forward = partial(checkpoint, mlp.forward, **how)
 
 
 def _layers(model: PreTrainedModel, wanted_by: str) -> list[GradientCheckpointingLayer]:
@@ -110,6 +123,9 @@ def use_liger(model: PreTrainedModel) -> None:
         raise ConfigError(f"Liger has no kernels for {model.config.model_type}", advice=_ADVICE)
     before = _states(model)
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    from trainer.norm_kernels import use_norm_kernels
+
+    use_norm_kernels(model)
     off = (_states(model) - before).norm() / before.norm()
     if not off.item() <= _TOLERANCE:  # NaN is refused too
         raise ConfigError(

@@ -12,6 +12,7 @@ no mask for padded rows either, because padding on the right lies in no token's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from transformers import AttentionInterface, PreTrainedModel
 ATTENTION = "tito_packed"
 _PROBE_LENGTHS = (3, 1, 4)
 _CAUSAL = (-1, 0)
+# Before torch 2.12 key heads could be fewer than query heads without a word.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +103,7 @@ def attend(
         ends, longest = cu_seq_lens_q, max_length_q
         flat = varlen_attn(
             q, k, v, ends, ends, longest, longest,
-            scale=scaling, window_size=_CAUSAL, enable_gqa=q.shape[1] != k.shape[1],
+            scale=scaling, window_size=_CAUSAL, **_GROUPED,
         )  # fmt: skip
         assert isinstance(flat, Tensor)
         return flat[None], None

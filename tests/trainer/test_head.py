@@ -170,7 +170,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.005)],
+    [(torch.float32, 1e-5), (torch.bfloat16, 0.04), (torch.float16, 0.005)],
 )
 def test_the_kernels_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, bias: bool

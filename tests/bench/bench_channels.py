@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -380,6 +381,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--on", type=torch.device, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -405,28 +407,46 @@ def run(asked: argparse.Namespace, scratch: Path) -> None:
         }
         for _, client in servers.values():
             client.wait_ready(READY_S)
+            first_token(client)
         while asked.gate is not None and not asked.gate.exists():
             time.sleep(0.1)
-        for dims, (url, client) in servers.items():
-            start, specs = time.perf_counter(), specs_of(models[dims])
-            client.wait_ready(READY_S)
-            first_token(client)
-            report(f"{dims}: server ready", waited=time.perf_counter() - start)
-            ways: list[tuple[Kind, torch.device]] = [("ipc", near), ("nccl", far)]
-            ways += [("ipc", far)] * (far != near)
-            work = [
-                partial(publishes, client, dims, kind, specs, device, asked.repeats)
-                for kind, device in ways
-                if kind in asked.kinds
-            ]
-            if dims == asked.dims[0]:
-                work += [partial(by_http, client, dims, specs, near)] * asked.http
-                kill = partial(killed, client, url, dims, specs, models[dims], far)
-                work += [kill] * asked.kill
-            _each(work)
+        _each(_planned(asked, servers, models, near, far))
     if asked.peer:
         dims = asked.dims[-1]
         _each([partial(peer, dims, models[dims], specs_of(models[dims]), asked.repeats)])
+
+
+def _planned(
+    asked: argparse.Namespace,
+    servers: dict[str, tuple[str, RolloutClient]],
+    models: dict[str, Path],
+    near: torch.device,
+    far: torch.device,
+) -> list[Callable[[], None]]:
+    """What is to be measured, the most telling first: a machine may be lent for minutes."""
+    if not servers:
+        return []
+    specs = {dims: specs_of(model) for dims, model in models.items()}
+    first, last = asked.dims[0], asked.dims[-1]
+    ways: list[tuple[Kind, torch.device]] = [("ipc", near), ("nccl", far), ("ipc", far)]
+    everything: list[tuple[str, Kind, torch.device]] = [
+        (dims, kind, device) for kind, device in ways for dims in asked.dims
+    ]
+    telling: list[tuple[str, Kind, torch.device]] = [
+        (first, "ipc", near), (last, "nccl", far), (first, "nccl", far)
+    ]  # fmt: skip
+    ordered = dict.fromkeys(telling + everything)
+    work: list[Callable[[], None]] = [
+        partial(publishes, servers[dims][1], dims, kind, specs[dims], device, asked.repeats)
+        for dims, kind, device in ordered
+        if kind in asked.kinds
+    ]
+    url, client = servers[first]
+    if asked.http:
+        work.insert(3, partial(by_http, client, first, specs[first], near))
+    if asked.kill:
+        work.insert(3, partial(killed, client, url, first, specs[first], models[first], far))
+    return work
 
 
 def _each(work: Sequence[Callable[[], None]]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.client import RolloutClient
@@ -25,6 +27,7 @@ from trainer.errors import ConfigError
 from trainer.published import Published
 from trainer.server import Server
 from trainer.servers import ServerPool
+from trainer.train import train
 
 
 @dataclass
@@ -164,6 +167,29 @@ def test_a_run_that_ends_in_the_middle_leaves_it_awake(server: FakeServer, pool_
     with RolloutClient(server.url) as client:
         assert client.rollout([[5]], group_size=1).samples
         assert client.info().version == 1
+
+
+def test_it_sleeps_through_every_step_of_a_run(
+    server: FakeServer,
+    make_config: Callable[..., Config],
+    untrained_model: Path,
+    tmp_path: Path,
+) -> None:
+    reward = tmp_path / "rewards.py"
+    reward.write_text("def even(*, sample, **_):\n    return sample.completion_ids[0] % 2\n")
+    config = make_config(
+        model={"path": str(untrained_model), "device": "cpu"},
+        server={"url": server.url, "sleep": 2},
+        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 6},
+        reward={"function": f"{reward}:even"},
+        train={"output": str(tmp_path / "run"), "steps": 2},
+        evaluation={"prompts": 4},
+    )
+    assert train(config, console=Console(file=io.StringIO()))
+    order = ["sleep 2 drain", "wake weights", "load", "wake kv_cache"]
+    assert [call for call in server.engine.calls if call in order] == ["load", *order, *order]
+    with RolloutClient(server.url) as client:
+        assert client.wait_ready(30).version == 3
 
 
 def test_a_server_that_frees_nothing_is_refused(server: FakeServer, pool_of: Any) -> None:

@@ -44,6 +44,7 @@ class DeviceStaging:
     model_runner: Any
     _tito_channels: dict[str, WorkerChannel] | None = None
     _tito_plan: Any = None
+    _tito_places: list[int] | None = None
 
     def tito_channel_open(
         self, channel: str, folder: str, kind: str, tensors: list[Any], interface: str, secret: str
@@ -97,9 +98,12 @@ class DeviceStaging:
             return False
         from rollout_server.load_plan import LoadPlan
 
-        if self._tito_plan is None:
+        model = self.model_runner.get_model()
+        places = [parameter.data_ptr() for parameter in model.parameters()]
+        if self._tito_plan is None or places != self._tito_places:
+            # Made anew should the parameters have moved: copies into the old ones would go unseen.
             try:
-                self._tito_plan = LoadPlan.recorded(self.model_runner.get_model(), tensors)
+                self._tito_plan, self._tito_places = LoadPlan.recorded(model, tensors), places
             except ValueError as error:
                 log.info("channels load as uploads do: %s", error)
                 self._tito_plan = False

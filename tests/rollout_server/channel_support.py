@@ -29,8 +29,8 @@ class Worker(DeviceStaging):
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1)
     )
-    model_runner = SimpleNamespace(get_model=torch.nn.Module)
-    _tito_plan = False
+    model_runner: Any = SimpleNamespace(get_model=torch.nn.Module)
+    _tito_plan: Any = False
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from shared.errors import Conflict, EngineFailure, NotFound, WeightsRejected
 from shared.protocol import FENCE_HEADER
 from tests.rollout_server.channel_support import (
     ChannelEngine,
+    Worker,
     changed,
     named,
     sender_to,
@@ -449,3 +451,61 @@ def test_an_old_number_opens_none(server: Server) -> None:
         headers=headers,
     )
     assert answer.status_code == 409
+
+
+class _Plan:
+    """A plan that notes what it is asked; it knows one model, at one place."""
+
+    made: ClassVar[list[_Plan]] = []
+
+    def __init__(self, different: list[str]) -> None:
+        self.applied = 0
+        self.different = different
+
+    @classmethod
+    def recorded(cls, model: torch.nn.Module, _: Any) -> _Plan:
+        if isinstance(model, torch.nn.Embedding):
+            raise ValueError("it is not plain")
+        cls.made.append(cls([]))
+        return cls.made[-1]
+
+    def apply(self, _: Any) -> None:
+        self.applied += 1
+
+    def differing(self, _: Any) -> list[str]:
+        return self.different
+
+
+class TestPlans:
+    @pytest.fixture
+    def worker(self, monkeypatch: pytest.MonkeyPatch) -> Worker:
+        monkeypatch.setattr("rollout_server.load_plan.LoadPlan", _Plan)
+        monkeypatch.setattr(_Plan, "made", [])
+        worker = Worker()
+        worker._tito_plan = None
+        return worker
+
+    def test_the_first_load_makes_the_plan_of_the_next(self, worker: Worker) -> None:
+        model = torch.nn.Linear(2, 2)
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+        assert all(worker._tito_planned({}) for _ in range(3))
+        (plan,) = _Plan.made
+        assert plan.applied == 2
+        # Copies into a place that the model has left would succeed, and change nothing.
+        model.weight = torch.nn.Parameter(model.weight.detach().clone())
+        assert worker._tito_planned({})
+        assert len(_Plan.made) == 2
+
+    def test_a_parameter_that_differs_afterwards_is_an_error(self, worker: Worker) -> None:
+        model = torch.nn.Linear(2, 2)
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+        assert worker._tito_planned({})
+        _Plan.made[0].different = ["weight"]
+        with pytest.raises(RuntimeError, match="first weight"):
+            worker._tito_planned({})
+
+    def test_a_model_without_a_plan_loads_as_uploads_do(self, worker: Worker) -> None:
+        model = torch.nn.Embedding(2, 2)
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+        assert not worker._tito_planned({})
+        assert not worker._tito_planned({})

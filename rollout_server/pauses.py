@@ -96,7 +96,7 @@ class Pauses:
         """
         async with self._turn(caller) as service:
             engine = service.supervisor.current()
-            async with self._held(service, engine):
+            async with self._held(service):
                 await engine.pause(mode)
             self._tenure.keep(caller.name)
 
@@ -135,8 +135,8 @@ class Pauses:
             if lost:
                 _refuse_loss(service.policies)
             engine = service.supervisor.current()
-            async with self._held(service, engine):
-                await control_of(engine).sleep(level, mode)
+            async with self._held(service):
+                await self._fall_asleep(service, engine, level, mode)
             asleep = {WEIGHTS, KV_CACHE} if level else {SCHEDULING}
             nap = _Nap(engine, service.policies.default.version, lost, asleep, fence)
             self._nap = nap
@@ -145,6 +145,19 @@ class Pauses:
                 service.supervisor.put_to_sleep(_ASLEEP)
             if fence is not None:
                 self._watching = asyncio.create_task(self._end_with_lease(nap))
+
+    async def _fall_asleep(
+        self, service: Service, engine: Engine, level: int, mode: PauseMode
+    ) -> None:
+        try:
+            await control_of(engine).sleep(level, mode)
+        except EngineDied:
+            raise
+        except Exception as error:
+            # Some of its memory may be gone already: it must not generate again.
+            if level:
+                await service.supervisor.replaced(engine, f"it did not fall asleep: {error}")
+            raise
 
     async def wake_up(self, caller: Caller, tags: Collection[str]) -> bool:
         """Take memory again, all of it if no tags are given; generation goes on after the last.
@@ -225,7 +238,7 @@ class Pauses:
                 yield service
 
     @contextlib.asynccontextmanager
-    async def _held(self, service: Service, engine: Engine) -> AsyncIterator[None]:
+    async def _held(self, service: Service) -> AsyncIterator[None]:
         """Hold the engine, unless what is done inside fails."""
         was_paused = self.is_paused
         service.supervisor.hold(True)
@@ -233,8 +246,8 @@ class Pauses:
             yield
         except BaseException:
             service.supervisor.hold(was_paused)
-            with contextlib.suppress(EngineDied):
-                await self._go_on(service, engine)
+            with contextlib.suppress(EngineDied, EngineUnavailable):
+                await self._go_on(service, service.supervisor.current())
             raise
 
     async def _go_on(self, service: Service, engine: Engine) -> None:

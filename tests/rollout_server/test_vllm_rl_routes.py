@@ -64,7 +64,7 @@ class TransferEngine(FakeEngine):
         wire: tensors that a trainer would send.
         hang: receiving waits for it.
         receive_errors: raised by the next receives.
-        wake_errors: raised by the next calls to wake up.
+        sleep_errors, wake_errors: raised by the next calls to sleep, and to wake up.
     """
 
     hands_memory_back = True
@@ -72,6 +72,7 @@ class TransferEngine(FakeEngine):
     wire: Tensors = field(default_factory=dict)
     hang: threading.Event = field(default_factory=threading.Event)
     receive_errors: list[Exception] = field(default_factory=list)
+    sleep_errors: list[Exception] = field(default_factory=list)
     wake_errors: list[Exception] = field(default_factory=list)
     spill: Spill | None = None
     modes: list[PauseMode] = field(default_factory=list)
@@ -97,6 +98,8 @@ class TransferEngine(FakeEngine):
     async def sleep(self, level: int, mode: PauseMode) -> None:
         self.calls.append(f"sleep {level} {mode.value}")
         self.paused = True
+        if self.sleep_errors:
+            raise self.sleep_errors.pop(0)
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
         self.calls.append(f"wake {' '.join(tags)}")
@@ -470,6 +473,17 @@ class TestSleep:
         assert answer.status_code == 500
         assert "no memory" in error_of(answer)["message"]
         assert engine.calls[-2:] == ["wake weights", "shutdown"]
+        assert server.rolls()
+
+    def test_an_engine_that_falls_half_asleep_never_generates_again(self, server: Server) -> None:
+        engine = server.engine
+        engine.sleep_errors.append(EngineFailure("somebody took the memory meanwhile"))
+        answer = server.post("/sleep?level=1")
+        assert answer.status_code == 500
+        assert "took the memory" in error_of(answer)["message"]
+        assert engine.calls[-2:] == ["sleep 1 abort", "shutdown"]
+        assert len(server.engines) == 2
+        assert server.get("/is_sleeping") == {"is_sleeping": False}
         assert server.rolls()
 
     @pytest.mark.parametrize("level", [1, 2])

@@ -122,7 +122,7 @@ class WeightSwitch:
                 found = await links.spill(path)
                 if found != digest:
                     async with applying:
-                        await self._withdraw(links.engine, found)
+                        await self._withdraw(publish, links.engine, found)
                     return
                 await asyncio.to_thread(self._spool.prepare, folder)
                 files = await self._commit(publish, folder, version, Verified((path,), digest))
@@ -136,12 +136,13 @@ class WeightSwitch:
             policy.made_durable(version, files)
             await self._clear(self._spool.retire(policy.name, version))
 
-    async def _withdraw(self, engine: Engine, found: str) -> None:
+    async def _withdraw(self, publish: Publish, engine: Engine, found: str) -> None:
         """Bring the last good weights back: the live ones may not be those that were verified."""
         reason = f"the trainer wrote into the buffer during a publish; its digest is now {found}"
         log.error("version %d is withdrawn: %s", self._policy.version, reason)
         await engine.pause(PauseMode.KEEP)
         await self._restored(engine, RuntimeError(reason))
+        publish.reason = reason
 
     def _next_number(self) -> int:
         policy = self._policy

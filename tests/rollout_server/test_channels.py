@@ -399,6 +399,7 @@ class TestCopies:
         sender.publish(named(second.tensors), None)
         eventually(lambda: state_of(server) == (before, first.digest))
         eventually(lambda: server.engine.loaded[-1] == first.digest)
+        eventually(lambda: "wrote into" in str(server.client.policy()["history"][0]["reason"]))
         assert server.client.policy()["history"][0]["state"] == "rolled_back"
 
     def test_a_full_disk_leaves_the_version_live(

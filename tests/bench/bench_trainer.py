@@ -25,6 +25,7 @@ file which kernels the steps of this trainer's contenders spend their time in.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -32,7 +33,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +77,12 @@ DIMS: dict[str, dict[str, int]] = {
 }
 REAL = {"vocab_size": 151_936, "head_dim": 128}
 """Of both of them."""
-REAL_LENGTHS = 880, 1080
+REAL_LENGTHS = 890, 1090
 TITO: dict[str, dict[str, Any]] = {
     "tito": {},
+    "tito, small": {"activation_checkpointing": 0.65},
     "tito padded": {"packing": "off"},
-    "tito without Liger": {"liger": False},
+    "tito without kernels": {"liger": False},
     "tito compiled": {"compile": True},
     "tito compiled, small": {"compile": True, "activation_checkpointing": 0.6},
 }
@@ -191,15 +195,26 @@ def run_tito(
 ) -> dict[str, Any]:
     config = configuration(model, arguments.device, options)
     learner = build_learner(config, None)
-    # The samples are the model's own, so that the ratio of the first step is 1, as it is for TRL.
-    with torch.compiler.set_stance("force_eager"):
-        samples = own(learner.model, samples)
-    chosen = TrainingSet(samples, advantages_of(samples))
-    measured = Steps(arguments.device)
-    updates = [measured(lambda: learn(learner, chosen, config)) for _ in range(arguments.steps)]
-    if arguments.profile:
-        profile(lambda: learn(learner, chosen, config), arguments)
-    return measured.result(updates[0].gradient_norm)
+    with turn(arguments):
+        # The samples are the model's own, so that the first step's ratio is 1, as it is for TRL.
+        with torch.compiler.set_stance("force_eager"):
+            samples = own(learner.model, samples)
+        chosen = TrainingSet(samples, advantages_of(samples))
+        measured = Steps(arguments.device)
+        updates = [measured(lambda: learn(learner, chosen, config)) for _ in range(arguments.steps)]
+        result = measured.result(updates[0].gradient_norm)
+        if arguments.profile:
+            profile(lambda: learn(learner, chosen, config), arguments)
+    return result
+
+
+@contextmanager
+def turn(arguments: argparse.Namespace) -> Iterator[None]:
+    """Alone among the contenders that were started together."""
+    with Path(arguments.gate or os.devnull).open("a", encoding="utf-8") as file:
+        if arguments.gate:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def advantages_of(samples: Sequence[Sample]) -> torch.Tensor:
@@ -280,9 +295,10 @@ def run_plain(
         optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    measured = Steps(arguments.device)
-    norms = [measured(step) for _ in range(arguments.steps)]
-    return measured.result(norms[0])
+    with turn(arguments):
+        measured = Steps(arguments.device)
+        norms = [measured(step) for _ in range(arguments.steps)]
+        return measured.result(norms[0])
 
 
 def own(model: Any, samples: list[Sample]) -> list[Sample]:
@@ -363,9 +379,10 @@ def run_trl(
         processing_class=build_tokenizer(),
         rollout_func=rollout,
     )
-    measured = Steps(arguments.device)
-    trainer.add_callback(step_timer(trainer, measured))
-    trainer.train()
+    with turn(arguments):
+        measured = Steps(arguments.device)
+        trainer.add_callback(step_timer(trainer, measured))
+        trainer.train()
     norm = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
     return measured.result(float(norm))
 
@@ -429,6 +446,8 @@ def contend(name: str, model: str, arguments: argparse.Namespace) -> dict[str, A
         command += [f"--{option}", str(getattr(arguments, option))]
     if arguments.dims:
         command += ["--dims", arguments.dims]
+    if arguments.gate:
+        command += ["--gate", arguments.gate]
     if arguments.profile:
         command += ["--profile", arguments.profile]
     environment = os.environ | {
@@ -491,14 +510,18 @@ def compare(arguments: argparse.Namespace) -> None:
             threads=torch.get_num_threads(),
             device=torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         )
-        for _ in range(arguments.repeats):
-            for name in arguments.contenders:
-                found = contend(name, model, arguments)
-                if isinstance(found, str):
-                    report(name, failed=found)
-                else:
-                    runs[name].append(found)
-                    report(name, **figures(arguments, parameters, lengths, [found]))
+
+        def once(name: str) -> None:
+            found = contend(name, model, arguments)
+            if isinstance(found, str):
+                report(name, failed=found)
+            else:
+                runs[name].append(found)
+                report(name, **figures(arguments, parameters, lengths, [found]))
+
+        with ThreadPoolExecutor(len(runs) if arguments.gate else 1) as pool:
+            for _ in range(arguments.repeats):
+                list(pool.map(once, arguments.contenders))
     medians = {name: summarise(found) for name, found in runs.items() if found}
     if arguments.repeats > 1:
         for name, all_found in runs.items():
@@ -548,6 +571,10 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
     parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s of the GPU, bfloat16")
     parser.add_argument("--profile", help="file that kernels' times are added to")
+    parser.add_argument(
+        "--gate",
+        help="start all processes together, and let them take turns by locking this file",
+    )
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each process")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)

@@ -119,6 +119,7 @@ class WeightSwitch:
         try:
             with stage(publish, "copy"):
                 path = folder / CANONICAL_FILE
+                self._spool.recycle(path)
                 found = await links.spill(path)
                 if found != digest:
                     async with applying:

@@ -25,6 +25,7 @@ import xxhash
 from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
+from rollout_server.staging import open_over, write_all
 from shared import nccl
 from shared.byte_link import LinkError, Receiver
 from shared.channel import SHARED_NAME, Layout
@@ -162,14 +163,15 @@ class WorkerChannel(threading.Thread):
     def _do_spill(self, path: str) -> str:
         """Write the tensors to a safetensors file; the digest of what was written."""
         hashes: list[tuple[TensorSpec, str]] = []
-        with self._beside_the_engine(), Path(path).open("wb") as file:
-            file.write(encode_header(self.layout.specs))
+        with self._beside_the_engine(), open_over(Path(path)) as file:
+            write_all(file.fileno(), [encode_header(self.layout.specs)])
             for spec, start in zip(self.layout.specs, self.layout.offsets, strict=True):
                 seen = xxhash.xxh3_128()
                 for piece in self._on_host(start, start + spec.nbytes):
-                    file.write(piece)
+                    write_all(file.fileno(), [piece])
                     seen.update(piece)
                 hashes.append((spec, seen.hexdigest()))
+            file.truncate(file.tell())
         return checkpoint_digest(hashes)
 
     def _on_host(self, start: int, end: int) -> Iterator[memoryview]:

@@ -57,10 +57,13 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
     tokens = config.train.micro_batch_tokens
-    layer = _HIDDEN_SIZED * shape.hidden_size + _INNER_SIZED * shape.intermediate_size
-    # One layer's activations exist in any case: while they are computed, or computed again.
-    again = round(config.model.activation_checkpointing * shape.num_hidden_layers)
-    kept = again * shape.hidden_size + max(shape.num_hidden_layers - again, 1) * layer
+    kept = _kept(
+        config.model.activation_checkpointing,
+        shape.num_hidden_layers,
+        _HIDDEN_SIZED * shape.hidden_size,
+        _INNER_SIZED * shape.intermediate_size,
+        shape.hidden_size,
+    )
     head = chunk_bytes(model.device) + 4 * shape.vocab_size * shape.hidden_size
     return Memory(
         weights=copies * parameters * item,
@@ -68,6 +71,16 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
         activations=tokens * kept * item,
         head=head,
     )
+
+
+def _kept(again: float, layers: int, attention: int, mlp: int, hidden: int) -> int:
+    """Elements for each token, as :func:`trainer.kernels.checkpoint_layers` shares them out."""
+    whole = round(max(2 * again - 1, 0) * layers)
+    without_mlp = round(min(2 * again, 1) * layers) - whole
+    full = layers - whole - without_mlp
+    kept = whole * hidden + without_mlp * attention + full * (attention + mlp)
+    # The backward pass begins with the last layer; what it lacks is computed again meanwhile.
+    return kept + (0 if full else mlp) + (attention if whole == layers else 0)
 
 
 def room(device: torch.device) -> int:

@@ -261,8 +261,12 @@ def test_memory_grows_with_what_is_asked(config_of: Callable[..., Config]) -> No
     assert small.optimizer == 12 * parameters
     more = estimate(model, config_of(train={"micro_batch_tokens": 1024}))
     assert more.activations == 2 * small.activations
-    checkpointed = estimate(model, config_of(model={"activation_checkpointing": True}))
-    assert checkpointed.activations < small.activations
+    shares = [
+        estimate(model, config_of(model={"activation_checkpointing": share})).activations
+        for share in (0, 0.25, 0.5, True)
+    ]
+    assert shares[0] == small.activations
+    assert shares == sorted(set(shares), reverse=True)
     reference = estimate(model, config_of(objective={"beta": 0.1}))
     assert reference.weights == 2 * small.weights
 

@@ -266,7 +266,8 @@ def test_memory_grows_with_what_is_asked(config_of: Callable[..., Config]) -> No
         for share in (0, 0.25, 0.5, True)
     ]
     assert shares[0] == small.activations
-    assert shares == sorted(set(shares), reverse=True)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[1] < shares[0]
     reference = estimate(model, config_of(objective={"beta": 0.1}))
     assert reference.weights == 2 * small.weights
 

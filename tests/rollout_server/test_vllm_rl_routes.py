@@ -504,6 +504,18 @@ class TestSleep:
         assert server.rolls()
         assert server.post("/wake_up").json()["status"] == "awake"  # as it would be anyway
 
+    def test_a_trainer_that_died_before_it_published_leaves_the_last_good_weights(
+        self, server: Server, second: Weights
+    ) -> None:
+        server.up.client.reload(lazy(second.tensors))
+        headers = {FENCE_HEADER: server.leased(seconds=3.0)}
+        server.post("/sleep?level=2", headers=headers)
+        server.post("/wake_up?tags=weights")
+        assert not server.rolls()
+        eventually(server.rolls, 30)
+        assert server.engine.calls[-4:] == ["wake weights", "load", "wake kv_cache", "resume"]
+        assert server.engine.loaded[-1] == second.digest
+
     def test_an_engine_that_does_not_wake_with_the_end_of_a_lease_is_replaced(
         self, server: Server
     ) -> None:

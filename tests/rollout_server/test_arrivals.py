@@ -217,7 +217,7 @@ async def chunks_of(raw: bytes, size: int) -> AsyncIterator[bytes]:
 def test_batches_come_in_order_and_one_at_a_time() -> None:
     raw, taken, busy = os.urandom(20 << 20), bytearray(), threading.Lock()
 
-    def take(batch: list[bytes]) -> None:
+    def take(batch: list[staging.Piece]) -> None:
         assert busy.acquire(blocking=False), "two batches at once"
         assert len(batch) <= 1024
         for piece in batch:
@@ -234,7 +234,7 @@ def test_no_batch_is_under_way_when_an_upload_ends_early() -> None:
     ended = threading.Event()
     began = threading.Event()
 
-    def take(_: list[bytes]) -> None:
+    def take(_: list[staging.Piece]) -> None:
         began.set()
         ended.wait(0.2)
         ended.set()
@@ -252,7 +252,7 @@ def test_no_batch_is_under_way_when_an_upload_ends_early() -> None:
 def test_a_full_disk_ends_an_upload() -> None:
     batches = []
 
-    def take(batch: list[bytes]) -> None:
+    def take(batch: list[staging.Piece]) -> None:
         batches.append(batch)
         raise OSError(errno.ENOSPC, "no space")
 

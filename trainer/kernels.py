@@ -135,9 +135,14 @@ def use_liger(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _states(model: PreTrainedModel) -> torch.Tensor:
-    """Last hidden states of a few tokens, float32."""
+    """States of a few tokens after the first layer, float32.
+
+    Layers are alike, and what half precision rounds differently grows from one to the next.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(vocabulary)[None]
     base: Any = model.base_model
-    states: torch.Tensor = base(input_ids=ids, use_cache=False).last_hidden_state
+    states: torch.Tensor = base(
+        input_ids=ids, use_cache=False, output_hidden_states=True
+    ).hidden_states[1]
     return states.float()

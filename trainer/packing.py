@@ -99,14 +99,15 @@ def attend(
         return _causal(module, query, key, value, scaling).transpose(1, 2), None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         assert max_length_q is not None
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        # Not x[0], whose gradient is a tensor of zeros that this one is copied into.
+        q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
         ends, longest = cu_seq_lens_q, max_length_q
         flat = varlen_attn(
             q, k, v, ends, ends, longest, longest,
             scale=scaling, window_size=_CAUSAL, **_GROUPED,
         )  # fmt: skip
         assert isinstance(flat, Tensor)
-        return flat[None], None
+        return flat.unsqueeze(0), None
     return _one_by_one(module, query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
 
 

@@ -191,7 +191,8 @@ def _score(
         packed = pack(input_ids_NT, attention_mask_NT)
         untyped: Any = model
         output = untyped.get_decoder()(**packed.arguments(), use_cache=False)
-        hidden_KH = output.last_hidden_state[0, scoring_NT[attention_mask_NT]]
+        scoring_K = scoring_NT[attention_mask_NT].nonzero().squeeze(1)
+        hidden_KH = output.last_hidden_state.squeeze(0).index_select(0, scoring_K)
     else:
         hidden_KH = _hidden_states(model, input_ids_NT, attention_mask_NT)[scoring_NT]
     logprobs_K, entropy_K = logprobs_and_entropy(

@@ -56,27 +56,29 @@ def reduced_digests(
         contents: one-dimensional, uint8.
         small_bytes: what has no more is brought to the host whole; at least 1088.
     """
-    digests = {}
+    digests: dict[str, str] = {}
     for batch in _batches(contents):
         long = {name: content for name, content in batch.items() if len(content) > small_bytes}
-        pieces = [
-            content[-xxh3.TAIL_BYTES :] if name in long else content
-            for name, content in batch.items()
-        ]
-        states = _states(list(long.values())) if long else torch.empty(0, dtype=torch.uint8)
-        # One copy for all.
-        host = torch.cat([states.to(pieces[0].device).view(-1).view(torch.uint8), *pieces]).cpu()
-        lanes = host[: 64 * len(long)].numpy().view(np.uint64).reshape(-1, xxh3.LANES)
-        state_of = dict(zip(long, lanes, strict=True))
-        ends = torch.split(host[64 * len(long) :], [len(piece) for piece in pieces])
-        for name, end in zip(batch, ends, strict=True):
-            data = end.numpy().data
-            digests[name] = (
-                xxh3.finish(state_of[name], data, len(batch[name]))
-                if name in long
-                else xxhash.xxh3_128_hexdigest(data)
-            )
+        short = {name: content for name, content in batch.items() if name not in long}
+        digests |= _finished(long) if long else {}
+        if short:
+            host = torch.cat(list(short.values())).cpu()  # one copy for all
+            parts = torch.split(host, [len(content) for content in short.values()])
+            for name, part in zip(short, parts, strict=True):
+                digests[name] = xxhash.xxh3_128_hexdigest(part.numpy().data)
     return digests
+
+
+def _finished(contents: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digests of contents whose blocks are reduced on their device."""
+    states = _states(list(contents.values()))
+    tails = [content[-xxh3.TAIL_BYTES :] for content in contents.values()]
+    # One copy for all.
+    host = torch.cat([states.view(-1).view(torch.uint8), *tails]).cpu().numpy()
+    lanes = host[: states.nbytes].view(np.uint64).reshape(-1, xxh3.LANES)
+    ends = host[states.nbytes :].reshape(-1, xxh3.TAIL_BYTES)
+    lengths = np.array([len(content) for content in contents.values()])
+    return dict(zip(contents, xxh3.finish(lanes, ends, lengths), strict=True))
 
 
 def _bytes(name: str, tensor: Tensor) -> Tensor:
@@ -148,5 +150,5 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         return []
     # The largest magnitude is NaN or infinite if any value is.
     largest = torch._foreach_norm(list(floats.values()), float("inf"))
-    flags = torch.stack([norm.isfinite() for norm in largest]).tolist()
+    flags = torch.stack(largest).isfinite().tolist()
     return sorted(name for name, finite in zip(floats, flags, strict=True) if not finite)

@@ -21,7 +21,7 @@ STRIPES = BLOCK_BYTES // STRIPE_BYTES
 TAIL_BYTES = BLOCK_BYTES + STRIPE_BYTES
 """As many bytes from the end hold the partial block and the last stripe."""
 
-_MASK = (1 << 64) - 1
+_LOW32, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _PRIME64 = (
     0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
@@ -56,48 +56,68 @@ SCRAMBLE_KEY = keys(len(SECRET) - STRIPE_BYTES)[0]
 PRIME32_1 = np.uint64(_PRIME32[0])
 
 
-def lane_sums(words: NDArray[np.uint64], secret: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def lane_sums(
+    words: NDArray[np.uint64], secret: NDArray[np.uint64], where: NDArray[np.bool_] | bool = True
+) -> NDArray[np.uint64]:
     """What stripes add to the accumulators.
 
     Args:
         words: ``[..., stripes, 8]``.
         secret: ``[stripes, 8]``, of :func:`keys`.
+        where: ``[..., stripes]``, which of them count.
 
     Returns:
         ``[..., 8]``.
     """
     keyed = words ^ secret
-    product = (keyed & np.uint64(0xFFFFFFFF)) * (keyed >> np.uint64(32))
+    product = (keyed & _LOW32) * (keyed >> _HALF)
     neighbours = words.reshape(*words.shape[:-1], LANES // 2, 2)[..., ::-1].reshape(words.shape)
-    total: NDArray[np.uint64] = (product + neighbours).sum(-2, dtype=np.uint64)
+    counts = np.asarray(where)[..., None]
+    total: NDArray[np.uint64] = (product + neighbours).sum(-2, dtype=np.uint64, where=counts)
     return total
 
 
-def finish(state: NDArray[np.uint64], tail: bytes | memoryview, length: int) -> str:
-    """The digest, in hex.
+def finish(
+    states: NDArray[np.uint64], tails: NDArray[np.uint8], lengths: NDArray[np.int64]
+) -> list[str]:
+    """The digests of N inputs, in hex.
 
     Args:
-        state: ``[8]``, the accumulators after all whole blocks.
-        tail: the last ``TAIL_BYTES`` of the input, or all of it if it is shorter.
-        length: of the input, more than ``LONGER_THAN`` bytes.
+        states: ``[N, 8]``, the accumulators after all whole blocks.
+        tails: ``[N, TAIL_BYTES]``, the last bytes of each, with anything before a shorter one.
+        lengths: ``[N]``, more than ``LONGER_THAN`` bytes each.
     """
-    rest = length - blocks_of(length) * BLOCK_BYTES
-    stripes = (rest - 1) // STRIPE_BYTES
-    start = len(tail) - rest
-    body = np.frombuffer(tail[start : start + stripes * STRIPE_BYTES], "<u8").reshape(-1, LANES)
-    last = np.frombuffer(tail[len(tail) - STRIPE_BYTES :], "<u8").reshape(1, LANES)
-    with np.errstate(over="ignore"):
-        state = state + lane_sums(body, keys(0, STRIPES)[:stripes])
-        state = state + lane_sums(last, keys(len(SECRET) - STRIPE_BYTES - 7))
-    lanes = [int(lane) for lane in state]
-    low = _merge(lanes, 11, length * _PRIME64[0] & _MASK)
-    high = _merge(lanes, len(SECRET) - STRIPE_BYTES - 11, ~(length * _PRIME64[1]) & _MASK)
-    return f"{high:016x}{low:016x}"
+    rests = lengths - (lengths - 1) // BLOCK_BYTES * BLOCK_BYTES
+    # Behind the rest come bytes that count for nothing, so that every row has a whole block.
+    places = (TAIL_BYTES - rests)[:, None] + np.arange(BLOCK_BYTES)
+    block = np.take_along_axis(tails, np.minimum(places, TAIL_BYTES - 1), axis=1)
+    body = block.view("<u8").reshape(-1, STRIPES, LANES)
+    last = tails[:, -STRIPE_BYTES:].copy().view("<u8").reshape(-1, 1, LANES)
+    counts = np.arange(STRIPES) < ((rests - 1) // STRIPE_BYTES)[:, None]
+    states = states + lane_sums(body, keys(0, STRIPES), counts)
+    states = states + lane_sums(last, keys(len(SECRET) - STRIPE_BYTES - 7))
+    sizes = lengths.astype(np.uint64)
+    low = _merge(states, 11, sizes * np.uint64(_PRIME64[0]))
+    high = _merge(states, len(SECRET) - STRIPE_BYTES - 11, ~(sizes * np.uint64(_PRIME64[1])))
+    halves = zip(high.tolist(), low.tolist(), strict=True)
+    return [f"{upper:016x}{lower:016x}" for upper, lower in halves]
 
 
-def _merge(lanes: list[int], offset: int, start: int) -> int:
-    mixed = [lane ^ int(key) for lane, key in zip(lanes, keys(offset)[0], strict=True)]
-    products = [one * other for one, other in zip(mixed[::2], mixed[1::2], strict=True)]
-    total = (start + sum((product & _MASK) ^ (product >> 64) for product in products)) & _MASK
-    total = ((total ^ (total >> 37)) * _AVALANCHE) & _MASK
-    return total ^ (total >> 32)
+def _merge(
+    states: NDArray[np.uint64], offset: int, start: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    mixed = states ^ keys(offset)[0]
+    total: NDArray[np.uint64] = start + _folded(mixed[:, ::2], mixed[:, 1::2]).sum(1)
+    total = (total ^ (total >> np.uint64(37))) * np.uint64(_AVALANCHE)
+    return total ^ (total >> _HALF)
+
+
+def _folded(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Both halves of the 128-bit product, combined by exclusive or; by long multiplication."""
+    low, high = one & _LOW32, one >> _HALF
+    low_other, high_other = other & _LOW32, other >> _HALF
+    lowest, middle = low * low_other, high * low_other
+    carried = (lowest >> _HALF) + (middle & _LOW32) + low * high_other
+    upper = (middle >> _HALF) + (carried >> _HALF) + high * high_other
+    lower: NDArray[np.uint64] = (carried << _HALF) + (lowest & _LOW32)
+    return upper ^ lower

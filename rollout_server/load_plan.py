@@ -78,8 +78,8 @@ class LoadPlan:
     def __init__(self, layout: _Layout, copies: list[tuple[Copy, Tensor]]) -> None:
         self._layout = layout
         self._copies = copies
-        self._seen: list[Any] = []
-        self._views = _Views([])
+        # In one piece, since another thread may let go of them during a load.
+        self._last: tuple[list[Any], _Views] = ([], _Views([]))
 
     @classmethod
     def recorded(cls, model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadPlan:
@@ -126,18 +126,19 @@ class LoadPlan:
 
     def forget_sources(self) -> None:
         """Let go of the tensors that were given last, so that their memory can be freed."""
-        self._seen, self._views = [], _Views([])
+        self._last = [], _Views([])
 
     def _viewed(self, tensors: Mapping[str, Tensor]) -> _Views:
         seen = [(n, t.data_ptr(), t.shape, t.dtype, t.stride()) for n, t in tensors.items()]
-        if seen != self._seen:
+        known, views = self._last
+        if seen != known:
             self._check(tensors)
-            self._views = _Views(
+            views = _Views(
                 (copy.name, target, copy.source.of(tensors[copy.name]))
                 for copy, target in self._copies
             )
-            self._seen = seen
-        return self._views
+            self._last = seen, views
+        return views
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         if unlike := self._layout.keys() ^ tensors.keys():

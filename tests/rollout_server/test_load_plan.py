@@ -200,6 +200,25 @@ def test_sources_can_be_let_go() -> None:
     assert torch.equal(model.norm, checkpoint(1)["norm"])
 
 
+def test_sources_that_are_let_go_during_a_load() -> None:
+    """An earlier channel's thread may end just then."""
+    plan: LoadPlan
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            plan.forget_sources()
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    model, tensors = Model(), checkpoint(0)
+    plan = LoadPlan.recorded(model, tensors)
+    plan.apply(tensors)
+    model.norm.data.zero_()
+    plan.apply({Name(name): tensor for name, tensor in tensors.items()})
+    assert torch.equal(model.norm, tensors["norm"])
+
+
 INTERPRETED = """
 import torch
 from rollout_server.region_kernels import Batch, suits, warm_up

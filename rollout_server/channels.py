@@ -48,7 +48,7 @@ class OpenChannel:
         layout: of the buffer.
         links: to the workers.
         joining: the workers wait for the trainer.
-        using: a publish is under way in it.
+        using: done when the publish that is under way in it is.
         settling: the buffer is being copied to a file, and must stay as it is.
         used_at: when a publish last ended, by the monotonic clock.
     """
@@ -59,17 +59,27 @@ class OpenChannel:
     layout: Layout
     links: WorkerLinks
     joining: asyncio.Task[None] | None = None
-    using: bool = False
+    using: asyncio.Future[None] | None = None
     settling: asyncio.Task[None] | None = None
     used_at: float = field(default_factory=time.monotonic)
 
     @property
+    def under_way(self) -> asyncio.Future[None] | None:
+        """What has to end before the buffer may be written, and there may be more after it."""
+        work = (self.joining, self.using, self.settling)
+        return next((one for one in work if one is not None and not one.done()), None)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a publish is under way in it."""
+        return self.using is not None and not self.using.done()
+
+    @property
     def state(self) -> str:
         """``joining``, ``busy``, or ``open`` while its buffer may be written."""
-        if self.joining is not None and not self.joining.done():
-            return "joining"
-        settled = self.settling is None or self.settling.done()
-        return "open" if settled and not self.using else "busy"
+        if (work := self.under_way) is None:
+            return "open"
+        return "joining" if work is self.joining else "busy"
 
 
 class Channels:
@@ -170,9 +180,8 @@ class Channels:
         """Wait until the trainer may fill the buffer, for at most so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for work in (channel.joining, channel.settling):
-                    if work is not None:
-                        await asyncio.wait({work})
+                while (work := channel.under_way) is not None:
+                    await asyncio.wait({work})
 
     @contextlib.contextmanager
     def used(self, channel: OpenChannel) -> Iterator[None]:
@@ -181,13 +190,14 @@ class Channels:
         Raises:
             Conflict: another one is.
         """
-        if channel.using:
+        if channel.is_used:
             raise Conflict("a publish is under way in this channel", retry_after=_RETRY_S)
-        channel.using = True
+        channel.using = asyncio.get_running_loop().create_future()
         try:
             yield
         finally:
-            channel.using, channel.used_at = False, time.monotonic()
+            channel.using.set_result(None)
+            channel.used_at = time.monotonic()
             if channel.links.is_closed:
                 self.end(channel, "the workers did not answer in time, or have gone")
 
@@ -223,7 +233,7 @@ class Channels:
         """
         if self._open is None:
             return
-        if self._open.using:
+        if self._open.is_used:
             reason = f"{self._open.owner!r} publishes through a channel"
             raise Conflict(reason, retry_after=_RETRY_S)
         self.end(self._open, "another one was opened")
@@ -238,7 +248,7 @@ class Channels:
         """End the channel when its lease has, or when it is not used any more."""
         while (channel := self._open) is not None:
             await asyncio.sleep(_LOOK_S)
-            if channel.using or self._open is not channel:
+            if channel.is_used or self._open is not channel:
                 continue
             lease = self._leases.current(DEFAULT_POLICY)
             if channel.fence is not None and (lease is None or lease.fence != channel.fence):

@@ -66,7 +66,11 @@ class DeviceStaging:
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         address = Path(folder) / str(rank)
         opened = WorkerChannel(address, layout, self.device, interface, secret, self._tito_forget)
-        described = opened.described(kind)
+        try:
+            described = opened.described(kind)
+        except BaseException:
+            opened.end()  # or its memory would stay for as long as the worker lives
+            raise
         opened.start()
         known = {name: old for name, old in (self._tito_channels or {}).items() if old.is_alive()}
         self._tito_channels = {**known, channel: opened}

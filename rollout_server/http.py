@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import reprlib
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, TypeVar, get_args
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
@@ -131,12 +131,28 @@ def _problem(error: Any, model: type[BaseModel]) -> Problem:
     where = "".join(parts).lstrip(".")
     match error["type"]:
         case "extra_forbidden":
-            return Problem(where, "an unknown field", ", ".join(model.model_fields))
+            known = _model_at(error["loc"][:-1], model).model_fields
+            return Problem(where, "an unknown field", ", ".join(known))
         case "missing":
             return Problem(where, "nothing", "a value; the field is required")
     return Problem(
         where or "body", _SHOW.repr(error["input"]), error["msg"].removeprefix("Input should be ")
     )
+
+
+def _model_at(loc: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
+    """The model that a part of a document has to be."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        nested = [] if field is None else _models_in(field.annotation)
+        model = next(iter(nested), model)
+    return model
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 def whole_number(where: str, text: str | None) -> int | None:

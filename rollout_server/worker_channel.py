@@ -87,7 +87,11 @@ class WorkerChannel(threading.Thread):
         self._group: Group | None = None
         self._memory: DeviceMemory | None = None
         self._pinned: Tensor | None = None
-        self.flat = self._allocate()
+        try:
+            self.flat = self._allocate()
+        except BaseException:
+            self.end()
+            raise
         self.tensors: dict[str, Tensor] | None = views(self.flat, layout)
 
     def _allocate(self) -> Tensor:
@@ -125,8 +129,7 @@ class WorkerChannel(threading.Thread):
         except (OSError, ValueError) as error:
             log.warning("a channel ends: %s", error)
         finally:
-            self._listener.close()
-            self._end()
+            self.end()
 
     def _answered(self, command: dict[str, Any]) -> bytes:
         do: Callable[..., Any] = getattr(self, f"_do_{command.pop('do')}")
@@ -205,7 +208,9 @@ class WorkerChannel(threading.Thread):
                 return None
         return "the channel was closed"
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Give everything back; to be called only of a channel whose thread was not started."""
+        self._listener.close()
         if self._group is not None:
             self._group.close()
         if self._receiver is not None:

@@ -54,7 +54,7 @@ class _Link:
                 line = await self._reader.readline()
         except OSError as error:
             raise EngineFailure(f"worker {self.rank} has gone: {error}") from None
-        if not line:
+        if not line.endswith(b"\n"):  # nothing, or the beginning of an answer
             raise EngineFailure(f"worker {self.rank} has gone, or its channel was closed")
         answer = json.loads(line)
         if "error" in answer:

@@ -18,9 +18,9 @@ class ChannelTensor(BaseModel):
 
     model_config = _STRICT
 
-    name: str
-    dtype: str
-    shape: list[int]
+    name: str = Field(max_length=1024)
+    dtype: str = Field(max_length=16)
+    shape: list[int] = Field(max_length=16)
 
     def spec(self) -> TensorSpec:
         """The same, as everything else knows it."""

@@ -5,11 +5,15 @@ The engine is one in memory; the worker's end, the sockets and the shared memory
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,6 +24,8 @@ import torch
 
 from rollout_server.engine import EngineDied
 from rollout_server.settings import ServerSettings
+from rollout_server.worker_channel import WorkerChannel
+from rollout_server.worker_links import _Link
 from shared.channel import Kind
 from shared.errors import Conflict, EngineFailure, NotFound, WeightsRejected
 from shared.protocol import FENCE_HEADER
@@ -258,6 +264,22 @@ class TestOwnership:
         # What was live had its copy first.
         assert server.client.policy()["durable"]
 
+    def test_what_a_tensor_may_say(self, server: Server, first: Weights) -> None:
+        tensors: list[dict[str, Any]] = [
+            {"name": s.name, "dtype": s.dtype, "shape": list(s.shape)}
+            for s in specs_of(first.tensors)
+        ]
+        tensors[1] = {"name": "n" * 2000, "dtype": "F" * 2000, "shape": [1] * 2000, "offset": 0}
+        asked = {"kind": "ipc", "tensors": tensors}
+        answer = post(server.url, asked, path="/policies/default/channel")
+        assert answer.status_code == 422
+        assert len(answer.content) < 2000
+        problems = {p["where"]: p["allowed"] for p in answer.json()["error"]["problems"]}
+        assert problems["tensors[1].offset"] == "name, dtype, shape"
+        assert problems.keys() == {
+            f"tensors[1].{field}" for field in ("name", "dtype", "shape", "offset")
+        }
+
     def test_adapters_have_no_channels(self, server: Server, first: Weights) -> None:
         opened = server.client.open_channel("ipc", specs_of(first.tensors))
         answer = post(server.url, {"channel": opened.id}, path="/reload?policy=mine")
@@ -328,6 +350,26 @@ class TestNobodyWaitsForEver:
         server.client.open_channel("nccl", specs_of(first.tensors))
         sender = sender_to(server.client, "ipc", first)
         assert sender.publish(named(first.tensors), None).digest == first.digest
+
+    def test_who_asks_during_a_publish_is_answered_after_it(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        goes_on, verify = threading.Event(), WorkerChannel._do_verify
+
+        def later(channel: WorkerChannel) -> dict[str, Any]:
+            goes_on.wait(30)
+            return verify(channel)
+
+        monkeypatch.setattr(WorkerChannel, "_do_verify", later)
+        opened = server.client.open_channel("ipc", specs_of(first.tensors))
+        with ThreadPoolExecutor(2) as pool:
+            publish = pool.submit(server.client.reload_channel, opened.id)
+            eventually(lambda: server.client.await_channel(opened.id, 0.0) == "busy")
+            asked = pool.submit(server.client.await_channel, opened.id, 60.0)
+            assert not wait([asked], 0.3).done
+            goes_on.set()
+            assert publish.result(30).version == 1
+            assert asked.result(30) == "open"
 
     def test_a_transfer_that_does_not_come(
         self, tiny_model: Path, tmp_path: Path, first: Weights
@@ -422,6 +464,43 @@ class TestCopies:
         with pytest.raises(EngineFailure, match=f"version {before} is live again"):
             server.client.reload(lazy(sharpened(first, 3).tensors))
         assert server.engine.loaded[-1] == first.digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [("ipc", "rollout_server.worker_channel.os.posix_fallocate"),
+     ("nccl", "rollout_server.worker_channel.Receiver")],
+)  # fmt: skip
+def test_workers_that_refuse_keep_nothing(
+    server: Server, kind: Kind, missing: str, first: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own_shared_memory()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(missing, full)
+        with pytest.raises(EngineFailure, match="No space left"):
+            server.client.open_channel(kind, specs_of(first.tensors))
+    eventually(lambda: own_shared_memory() == before)
+    sender = sender_to(server.client, kind, first)
+    assert sender.publish(named(first.tensors), None).digest == first.digest
+    sender.close()
+
+
+def test_half_an_answer_is_no_answer() -> None:
+    async def ask() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = _Link(3, *await asyncio.open_unix_connection(sock=ours))
+            theirs.sendall(b'{"ok": ')
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(EngineFailure, match="worker 3 has gone"):
+                await link.ask({"do": "verify"})
+            link.close()
+
+    asyncio.run(ask())
 
 
 def _die(engine: ChannelEngine) -> str:

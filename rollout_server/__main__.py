@@ -56,6 +56,7 @@ def main() -> None:
             log_config=None,
             access_log=False,
             http=Connection,
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=settings.drain_seconds,
         )

@@ -27,6 +27,8 @@ class Connection(HttpToolsProtocol):
     _in_head = True
     _large: LargeBody | None = None
     """What is not over of a large body."""
+    _refusal: str | None = None
+    """What is wrong with a head that the parser has nothing against."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,12 +49,26 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what uvicorn's parser, or this class, refuses, and close the connection."""
+        super().send_400_response(self._refusal or msg)
+
     def on_headers_complete(self) -> None:
         self._between, self._in_head = 0, False
+        self._refuse_upgrade()
         super().on_headers_complete()
         if (size := self._announced_length()) >= LARGE_BYTES:
             self._large = LargeBody(self, self.cycle, size)
             self.scope["extensions"] = {EXTENSION: self._large}  # type: ignore[dict-item]
+
+    def _refuse_upgrade(self) -> None:
+        """Raise if the parser takes what follows for another protocol, and not for the body."""
+        has_body = self._announced_length() or any(
+            n == b"transfer-encoding" for n, _ in self.headers
+        )
+        if self.parser.should_upgrade() and has_body:
+            self._refusal = "This is HTTP/1.1; a request with a body must not ask for an upgrade."
+            raise ValueError(self._refusal)
 
     def _announced_length(self) -> int:
         headers = dict(self.headers)

@@ -324,6 +324,7 @@ def serving(
         log_level="error",
         access_log=False,
         http=Connection,
+        ws="none",
         timeout_keep_alive=keep_alive,
         loop=loop,
     )

@@ -72,3 +72,21 @@ def test_heads_that_come_in_pieces_and_bodies_of_any_size(url: str) -> None:
                 line.sendall(head[at : at + 20])
             line.sendall(body)
             assert line.recv(1 << 16).startswith(b"HTTP/1.1 405")
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_nobody_is_upgraded(url: str, protocol: bytes) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n"
+    with connected(url) as line:
+        line.sendall(GET + upgrade + b"\r\n")
+        assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    with connected(url) as line:
+        # The parser would take the body for what the other protocol says, or for a request.
+        line.sendall(GET + upgrade + b"Content-Length: 5\r\n\r\n")
+        refused = line.recv(1 << 16)
+        assert refused.startswith(b"HTTP/1.1 400")
+        assert refused.endswith(b"must not ask for an upgrade.")
+        assert line.recv(1) == b""
+    with connected(url) as line:
+        line.sendall(CHUNKED[:-2] + upgrade + b"\r\n")
+        assert line.recv(1 << 16).endswith(b"must not ask for an upgrade.")

@@ -73,7 +73,8 @@ class Server:
     def sleep(self, level: int) -> None:
         """Let it hand memory back until :meth:`woken`, or until its lease ends."""
         assert self.lease is not None
-        self.client.sleep(level, fence=self.lease.fence)
+        with self._awake_if_it_fails():
+            self.client.sleep(level, fence=self.lease.fence)
         self.sleeps = True
 
     @contextmanager
@@ -84,11 +85,22 @@ class Server:
             return
         # However this ends: one that fails to wake up has its engine replaced.
         self.sleeps = False
-        self.client.wake_up("weights")
+        with self._awake_if_it_fails():
+            self.client.wake_up("weights")
         try:
             yield
         finally:
-            self.client.wake_up()
+            with self._awake_if_it_fails():
+                self.client.wake_up()
+
+    @contextmanager
+    def _awake_if_it_fails(self) -> Iterator[None]:
+        """A call whose answer was lost may have left it asleep: that ends with the lease."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def close(self) -> None:
         """Close the connections; requests under way fail."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.client import RolloutClient
-from shared.errors import EngineFailure
+from shared.errors import EngineFailure, ServerUnreachable
 from shared.protocol import PauseMode
 from shared.tokens import tokenizer_fingerprint
 from tests.rollout_server.support import eventually
@@ -167,6 +167,27 @@ def test_a_run_that_ends_in_the_middle_leaves_it_awake(server: FakeServer, pool_
     with RolloutClient(server.url) as client:
         assert client.rollout([[5]], group_size=1).samples
         assert client.info().version == 1
+
+
+@pytest.mark.parametrize(("call", "arrives"), [("sleep", True), ("wake_up", False)])
+def test_a_lost_connection_does_not_leave_it_asleep(
+    pool_of: Any, monkeypatch: pytest.MonkeyPatch, call: str, arrives: bool
+) -> None:
+    send = getattr(RolloutClient, call)
+
+    def broken(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(RolloutClient, call, send)
+        if arrives:
+            send(*args, **options)
+        raise ServerUnreachable("the connection was lost")
+
+    with pool_of(1) as pool:
+        pool.publish(0)
+        monkeypatch.setattr(RolloutClient, call, broken)
+        pool.sleep()
+        pool.publish(1)
+        assert pool.troubles() is None
+        assert pool.rollout([[5]], group_size=2).samples
 
 
 def test_it_sleeps_through_every_step_of_a_run(

@@ -61,6 +61,11 @@ class _Nap:
     asleep: set[str]
     fence: int | None
 
+    def is_all(self, lost: bool, fence: int | None) -> bool:
+        """Whether it is just what is asked for once more, and nothing was woken since."""
+        asked = ({WEIGHTS, KV_CACHE}, lost, fence)
+        return (self.asleep, self.lost, self.fence) == asked
+
 
 class Pauses:
     """Who has paused the engine, or put it to sleep.
@@ -131,7 +136,9 @@ class Pauses:
         async with self._turn(caller) as service:
             if fence is not None:
                 self._leases.check(DEFAULT_POLICY, fence, owner=caller.name)
-            lost = level > 1
+            lost, nap = level > 1, self._nap
+            if nap and level and service.supervisor.runs(nap.engine) and nap.is_all(lost, fence):
+                return  # asked again, as vLLM allows
             if lost:
                 _refuse_loss(service.policies)
             engine = service.supervisor.current()

@@ -393,6 +393,24 @@ class TestSleep:
         server.up.client.reload(lazy(second.tensors))
         assert server.rolls()
 
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_sleep_may_be_asked_for_again(
+        self, server: Server, second: Weights, level: int
+    ) -> None:
+        server.up.client.reload(lazy(second.tensors))
+        headers = {FENCE_HEADER: server.leased(seconds=60.0)}
+        for _ in range(2):
+            assert server.post(f"/sleep?level={level}", headers=headers).status_code == 200
+        assert server.engine.calls.count(f"sleep {level} abort") == 1
+        # Anything else is not what there is already.
+        assert server.post(f"/sleep?level={3 - level}", headers=headers).status_code == 503
+        assert server.post(f"/sleep?level={level}").status_code == 503
+        assert server.post("/wake_up?tags=weights").json()["status"] == "sleeping"
+        assert server.post(f"/sleep?level={level}", headers=headers).status_code == 200
+        assert server.engine.calls.count(f"sleep {level} abort") == 2
+        assert server.post("/wake_up").json()["status"] == "awake"
+        assert server.rolls()
+
     def test_weights_that_were_dropped_come_back_first(
         self, server: Server, second: Weights
     ) -> None:

@@ -587,7 +587,7 @@ def test_staging_holds_the_live_version_alone(
     (weights,) = (path for path in files if path.suffix == ".safetensors")
     assert safetensors.torch.load_file(weights).keys() == second.tensors.keys()
     others = {path.name for path in files} - {weights.name}
-    assert others <= {"record.json", "lock", "spare"}
+    assert others <= {"record.json", "lock", "numbered", "spare"}
 
 
 def test_metrics_tell_of_reloads(client: RolloutClient, server_url: str, first: Weights) -> None:

@@ -17,11 +17,11 @@ from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.errors import Conflict
 from tests.rollout_server.support import samples_run
-from trainer import publish
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
 from trainer.curve import read_records
 from trainer.errors import CheckpointError, ConfigError, MismatchError, RewardError
+from trainer.publish import publish
 from trainer.train import train
 
 REWARDS = """
@@ -203,21 +203,19 @@ def test_another_chat_template_is_refused(
 def test_somebody_elses_publish_is_noticed(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_once = publish.publish
-
     def publish_twice(client: RolloutClient, model: Any, dtype: Any, **options: Any) -> Any:
-        answer = publish_once(client, model, dtype, **options)
+        answer = publish(client, model, dtype, **options)
         model.model.norm.weight.data.mul_(2.0)
-        publish_once(client, model, dtype, **options)
+        publish(client, model, dtype, **options)
         return answer
 
-    monkeypatch.setattr(publish, "publish", publish_twice)
+    monkeypatch.setattr("trainer.transports.publish", publish_twice)
     with pytest.raises(MismatchError, match="does another run publish to it"):
         run(run_config(evaluation={"prompts": 0}))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("transport", ["full", "delta"])
+@pytest.mark.parametrize("transport", ["http", "delta"])
 def test_samples_in_flight_are_stale_by_the_steps_between(
     run_config: RunConfig,
     server_url: str,

@@ -12,7 +12,6 @@ import json
 import logging
 import mmap
 import os
-import select
 import socket
 import threading
 import time
@@ -27,7 +26,7 @@ from torch import Tensor
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
 from rollout_server.staging import open_over, write_all
 from shared import nccl
-from shared.byte_link import LinkError, Receiver
+from shared.byte_link import LinkError, Receiver, readable
 from shared.channel import SHARED_NAME, Layout
 from shared.cuda import DeviceMemory
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
@@ -201,7 +200,7 @@ class WorkerChannel(threading.Thread):
     def _given_up(self) -> str | None:
         """Why nothing is waited for any more: the server has closed the socket."""
         assert self._server is not None
-        if not select.select([self._server], [], [], 0)[0]:
+        if not readable(self._server, 0):
             return None
         with contextlib.suppress(ConnectionError):
             if self._server.recv(1, socket.MSG_PEEK):

@@ -133,6 +133,14 @@ class Sender:
         self.close()
 
 
+def readable(peer: socket.socket, seconds: float) -> bool:
+    """Whether there is something to be read, or the end, within so long."""
+    # Not select(), which knows no descriptors above 1023.
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def _fill(peer: socket.socket, into: memoryview, deadline: float, given_up: GivenUp) -> None:
     while into:
         _wait(peer, deadline, given_up)
@@ -149,7 +157,7 @@ def _fill(peer: socket.socket, into: memoryview, deadline: float, given_up: Give
 
 def _wait(peer: socket.socket, deadline: float, given_up: GivenUp) -> None:
     """Wait until there is something to be read."""
-    while not select.select([peer], [], [], _POLL_S)[0]:
+    while not readable(peer, _POLL_S):
         if why := given_up():
             raise LinkError(why)
         if time.monotonic() > deadline:

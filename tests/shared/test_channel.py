@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ import httpx
 import pytest
 
 from shared import channel
-from shared.byte_link import LinkError, Receiver, Sender
+from shared.byte_link import LinkError, Receiver, Sender, readable
 from shared.channel import ALIGNMENT_BYTES, Layout
 from shared.client import RolloutClient
 from shared.codec import encode
@@ -114,3 +116,21 @@ def test_a_receiver_that_is_not_there(receiver: Receiver) -> None:
     receiver.close()
     with pytest.raises(LinkError, match="cannot be reached"):
         Sender([("127.0.0.1", port)], SECRET, 1.0)
+
+
+def test_descriptors_of_any_number() -> None:
+    """A process with many files open, such as a worker of many GPUs, has no low one left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    try:
+        one, other = socket.socketpair()
+        high = socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 2000))
+        with one, other, high:
+            assert not readable(high, 0)
+            other.sendall(b"x")
+            assert readable(high, 10)
+            high.recv(1)
+            other.close()
+            assert readable(high, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -128,7 +128,6 @@ def test_compiled_layers_are_one_graph_with_the_same_values_and_gradients(
     """For batches of other sizes too; a backend that only traces is quick, and shows as much."""
     # An engine that ran in this process has turned compilation off.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     model: Any = build("qwen3").train()
     if packed:
         use_packing(model)

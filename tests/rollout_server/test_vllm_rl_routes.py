@@ -509,7 +509,7 @@ class TestSleep:
         self, server: Server, second: Weights, level: int
     ) -> None:
         server.up.client.reload(lazy(second.tensors))
-        headers = {FENCE_HEADER: server.leased(seconds=2.0)}
+        headers = {FENCE_HEADER: server.leased(seconds=6.0)}
         assert server.post(f"/sleep?level={level}", headers=headers).status_code == 200
         assert not server.rolls()
         eventually(server.rolls, 30)
@@ -526,7 +526,7 @@ class TestSleep:
         self, server: Server, second: Weights
     ) -> None:
         server.up.client.reload(lazy(second.tensors))
-        headers = {FENCE_HEADER: server.leased(seconds=3.0)}
+        headers = {FENCE_HEADER: server.leased(seconds=6.0)}
         server.post("/sleep?level=2", headers=headers)
         server.post("/wake_up?tags=weights")
         assert not server.rolls()
@@ -537,7 +537,7 @@ class TestSleep:
     def test_an_engine_that_does_not_wake_with_the_end_of_a_lease_is_replaced(
         self, server: Server
     ) -> None:
-        server.post("/sleep", headers={FENCE_HEADER: server.leased(seconds=2.0)})
+        server.post("/sleep", headers={FENCE_HEADER: server.leased(seconds=6.0)})
         server.engine.wake_errors.append(RuntimeError("no memory"))
         eventually(lambda: len(server.engines) == 2, 30)
         eventually(server.rolls, 30)

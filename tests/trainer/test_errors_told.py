@@ -191,7 +191,11 @@ def no_memory(*_: Any, **__: Any) -> None:
 
 
 def test_no_memory_is_not_taken_for_a_checkpoint_of_another_run(tmp_path: Path) -> None:
-    states = {"optimizer": {"state": {}, "param_groups": []}, "scheduler": {}, "random": {}}
+    states: dict[str, Any] = {
+        "optimizer": {"state": {}, "param_groups": []},
+        "scheduler": {},
+        "random": {},
+    }
     torch.save(states, tmp_path / "trainer.pt")
     full: Any = SimpleNamespace(load_state_dict=no_memory, param_groups=[])
     with pytest.raises(torch.OutOfMemoryError):

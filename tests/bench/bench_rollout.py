@@ -207,7 +207,11 @@ def started(command: Sequence[str], log: Path) -> Iterator[Server]:
         yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
         process.terminate()
-        process.wait(120)
+        # After an error requests are still under way, for which a server would wait.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -248,9 +252,11 @@ class Server:
         assert prober.stdout is not None
         await prober.stdout.readline()  # it has begun
         start, cpu = time.perf_counter(), self.cpu()
-        yield result
-        result.seconds, result.cpu = time.perf_counter() - start, self.cpu() - cpu
-        out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
+        try:
+            yield result
+            result.seconds, result.cpu = time.perf_counter() - start, self.cpu() - cpu
+        finally:
+            out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
         result.health = json.loads(out)
 
 
@@ -374,6 +380,7 @@ async def compare(ways: dict[str, Way], work: Work, repeats: int, **setting: Any
     short = replace(work, max_tokens=min(work.max_tokens, _WARM_UP_TOKENS))
     for repeat in range(repeats + 1):
         for name, way in ways.items():
+            print(f"{name}, {'repeat' if repeat else 'warm-up'} {repeat}", file=sys.stderr)
             measured = await way(work if repeat else short)
             if repeat:
                 runs[name].append(measured)

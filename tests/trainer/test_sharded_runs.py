@@ -100,6 +100,7 @@ def assert_alike(one: Config, other: Config) -> None:
         assert (theirs[name] - tensor).norm() <= CLOSE * tensor.norm(), name
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_is_that_of_one_and_either_goes_on_with_the_others_checkpoint(
     config_of: Callable[..., Config], server: FakeServer, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_two_ranks_go_on_with_what_one_saved(
     assert_alike(one, more)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_and_saves_it(
     config_of: Callable[..., Config], server: FakeServer, tmp_path: Path
 ) -> None:

@@ -23,9 +23,7 @@ from rollout_server.logs import NamedRequests
 from rollout_server.metrics import Metrics
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
-from rollout_server.routes import (
-    channels as channel_routes,
-)
+from rollout_server.routes import channels as channel_routes
 from rollout_server.routes import openai, policies, reload, rollout, score, status, viewer, vllm_rl
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings

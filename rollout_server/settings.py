@@ -131,7 +131,10 @@ class ServerSettings(BaseSettings):
     max_upload_gib: float = _setting(64.0, "Limits", "Largest checkpoint accepted.", gt=0.0)
     max_uploads: int = _setting(4, "Limits", "Checkpoints uploaded at the same time.", ge=1)
     body_silence: float = _setting(
-        300.0, "Limits", "Seconds of silence that end a request whose body is not all here.", gt=0.0
+        300.0,
+        "Limits",
+        "Seconds of silence, or of less than 16 KiB/s, that end a request with an unfinished body.",
+        gt=0.0,
     )
     drain_seconds: int = _setting(
         45, "Limits", "How long running requests may take to end when the server is told to.", ge=0

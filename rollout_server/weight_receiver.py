@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.weights import PREFIX_BYTES
 
-_DTYPES = {
+SAFETENSORS_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -69,7 +69,7 @@ class Spill(nn.Module):
         return names
 
     def _append(self, name: str, tensor: Tensor) -> None:
-        if name in self._header or tensor.dtype not in _DTYPES:
+        if name in self._header or tensor.dtype not in SAFETENSORS_NAMES:
             raise ValueError(f"tensor {name} came twice, or has a dtype unknown: {tensor.dtype}")
         content = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
         end = self._end + content.nbytes
@@ -78,7 +78,7 @@ class Spill(nn.Module):
         assert self._file is not None
         self._file.write(content.data)
         self._header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [self._end, end],
         }

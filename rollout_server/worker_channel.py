@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
 from rollout_server.staging import open_over, write_all
+from rollout_server.weight_receiver import SAFETENSORS_NAMES
 from shared import nccl
 from shared.byte_link import LinkError, Receiver, readable
 from shared.channel import SHARED_NAME, Layout
@@ -35,11 +36,7 @@ log = logging.getLogger("tito.staging")
 
 _ACCEPT_S = 30.0
 _HOST_PIECE_BYTES = 16 << 20
-_DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from shared.channel import Layout
+from trainer.publish import SAFETENSORS_NAMES
 
 Named = tuple[str, Callable[[], Tensor]]
 """A tensor's name, and what gives it when it is about to be sent."""
 
-DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _BATCH_BYTES = 1 << 30
 
 

@@ -19,7 +19,7 @@ from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest
 from trainer.lora import Merged, merged_tensors
 
-_SAFETENSORS_NAMES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -87,7 +87,7 @@ def _lazy(name: str, tensor: Merged, dtype: torch.dtype, first: torch.dtype) -> 
     """A tensor cast to ``first`` and then to ``dtype``, if it is of floating point."""
     own = tensor.base.dtype
     target, first = (dtype, first) if own.is_floating_point else (own, own)
-    spec = TensorSpec(name, _SAFETENSORS_NAMES[target], tuple(tensor.base.shape))
+    spec = TensorSpec(name, SAFETENSORS_NAMES[target], tuple(tensor.base.shape))
     return LazyTensor(spec, _Load(tensor, target, first))
 
 

@@ -1,7 +1,7 @@
 """Checkpoints from which a run goes on as if it had never stopped.
 
     step-000040/
-      model/        safetensors and tokenizer, readable by transformers
+      model/        safetensors and tokenizer, readable by transformers; float32 of what has masters
       trainer.pt    optimizer, scheduler and random states
       state.json    step, data position, version and digest
       queue.msgpack what was asked for later steps, with the answers that had come
@@ -12,6 +12,7 @@ seen is whole: a crash at any moment leaves the one before.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ from shared.errors import TitoError
 from shared.protocol import MSGPACK
 from trainer.errors import CheckpointError
 from trainer.files import flush
+from trainer.masters import has_masters
 from trainer.sharding import spread_optimizer, whole_model, whole_optimizer
 
 _PREFIX = "step-"
@@ -82,7 +84,7 @@ def save_checkpoint(
     unfinished = root / f"{_UNFINISHED}{target.name}"
     _clean(root)
     (unfinished / "model").mkdir(parents=True)
-    model.save_pretrained(unfinished / "model", state_dict=whole_model(model))
+    _save_model(model, unfinished / "model")
     tokenizer.save_pretrained(unfinished / "model")
     state = {
         "optimizer": whole_optimizer(optimizer),
@@ -96,6 +98,15 @@ def save_checkpoint(
     for old in checkpoints(root)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def _save_model(model: Any, directory: Path) -> None:
+    """Write the weights as the optimizer has them, and say in which dtype they are."""
+    model.save_pretrained(directory, state_dict=whole_model(model))
+    if (directory / "config.json").exists() and has_masters(model):
+        config = copy.deepcopy(model.config)  # it says what the model computes in
+        config.dtype = torch.float32
+        config.save_pretrained(directory)
 
 
 def latest_checkpoint(root: Path) -> Path:

@@ -44,7 +44,15 @@ class ModelConfig(_Section):
     path: str = Field(min_length=1, description="Checkpoint directory or name.")
     dtype: DType = Field(
         default="float32",
-        description="Of the weights that AdamW updates. In bfloat16 small updates round away.",
+        description="What the model computes in; half precision is faster on a GPU and halves what "
+        "is kept for the backward pass.",
+    )
+    master_weights: bool = Field(
+        default=True,
+        description="When dtype is half precision: the optimizer updates float32 copies of the "
+        "trained weights, with float32 gradients and moments, and the model computes with the "
+        "copies rounded. AdamW takes 18 bytes for each weight then, and 16 when dtype is float32. "
+        "Without copies it takes 8, and most steps of a small learning rate round away.",
     )
     device: str = Field(default="auto", description="auto takes a GPU when there is one.")
     head_dtype: Literal["weights", "float32"] = Field(
@@ -73,6 +81,10 @@ class ModelConfig(_Section):
         description="Compile the layers with torch, which takes minutes when they first run.",
     )
     lora: LoraConfig = LoraConfig()
+
+    def keeps_masters(self) -> bool:
+        """Whether trained weights are float32 though the model computes in half precision."""
+        return self.master_weights and self.dtype != "float32"
 
 
 class ServerConfig(_Section):

@@ -37,6 +37,7 @@ from trainer.findings import (
     find_packing,
     find_randomness,
     find_rewards,
+    find_rounding,
     find_truncation,
 )
 from trainer.learner import Learner, build_learner
@@ -57,6 +58,7 @@ def diagnose(config: Config) -> Iterator[Finding]:
         yield Finding("model", FAILURE, str(error), "Mend model.path, or the settings in [model].")
         return
     yield _packing(learner)
+    yield from find_rounding(config, learner)
     yield from _servers(config, learner)
     with ExitStack() as stack:
         client = stack.enter_context(connect(config))

@@ -33,6 +33,7 @@ from trainer.checkpoint import latest_checkpoint
 from trainer.config import Config
 from trainer.errors import CheckpointError
 from trainer.evaluate import ask
+from trainer.masters import finer_values, keep_masters
 from trainer.policy import load_policy
 from trainer.prompts import Task
 from trainer.publish import publish
@@ -129,6 +130,8 @@ def examine_checkpoints(
             tokenizer = AutoTokenizer.from_pretrained(path)
             refuse_other_tokenizer(client.info().tokenizer, tokenizer_fingerprint(tokenizer))
             model = load_policy(path, dtype=dtype)
+            if config.model.keeps_masters():
+                keep_masters(model, finer_values(model, path))  # they are what a run publishes
             publish_dtype = getattr(torch, config.server.publish_dtype)
             publish(client, model, publish_dtype, fence=lease.fence)
             afterwards.pop_all()

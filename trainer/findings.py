@@ -32,6 +32,7 @@ MAX_TRUNCATED, MANY_TRUNCATED = 0.15, 0.5
 LOGPROB_RMS = {"float32": (0.005, 0.02), "half": (0.06, 0.15)}
 """Root mean square of log pi - log sampler in nats: what is usual, and what is too much. Measured
 elsewhere: 0.002 when both compute in float32, 0.03 to 0.04 when one or both use bfloat16."""
+MAX_UNMOVED = 0.05
 PACKED_GAP = {"float32": 1e-4, "half": 0.15}
 
 
@@ -177,6 +178,22 @@ def find_truncation(rollout: Rollout) -> Finding:
     return Finding("truncation", WARNING if share <= MANY_TRUNCATED else FAILURE, found,
                    "Raise rollout.max_tokens, ask for shorter answers, or check that the chat "
                    "template's end of turn is a stop token.")  # fmt: skip
+
+
+@torch.no_grad()
+def find_rounding(config: Config, learner: Learner) -> Iterator[Finding]:
+    """Whether weights in half precision, when they have no masters, can be moved by a step."""
+    if config.model.dtype == "float32" or config.model.master_weights:
+        return
+    weights = [p for p in learner.model.parameters() if p.requires_grad]
+    stay = sum(int((w.float() + config.optimizer.lr).to(w.dtype).eq(w).sum()) for w in weights)
+    share = stay / sum(weight.numel() for weight in weights)
+    yield Finding(
+        "updates",
+        OK if share <= MAX_UNMOVED else WARNING,
+        f"adding optimizer.lr leaves {share:.0%} of the {config.model.dtype} weights as they are",
+        "Set model.master_weights = true: steps of AdamW are about as long as the learning rate.",
+    )
 
 
 def find_memory(config: Config, learner: Learner) -> Finding:

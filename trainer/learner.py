@@ -18,6 +18,7 @@ from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
 from trainer.kernels import checkpoint_layers, choose_liger, compile_layers
 from trainer.lora import add_lora
+from trainer.masters import Finer, finer_values, keep_masters, master_of, round_masters
 from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
@@ -68,6 +69,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
     model, tokenizer = _load(source, config, device)
     if config.model.lora.rank and checkpoint is None:
         _add_lora(model, config)
+    finer = finer_values(model, source) if config.model.keeps_masters() else None
     reference = None
     if objective.beta > 0 and not config.model.lora.rank:
         dtype = getattr(torch, config.model.dtype)
@@ -81,9 +83,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
             compile_layers(each, config.model.activation_checkpointing)
     else:
         checkpoint_layers(model, config.model.activation_checkpointing)
-    if ranks.size > 1:
-        for each in models:
-            shard(each, ranks)
+    _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
     scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
     if checkpoint:
@@ -149,6 +149,17 @@ def _add_lora(model: PreTrainedModel, config: Config) -> None:
         raise ConfigError(f"model.lora: {error}") from error
 
 
+def _spread(models: list[PreTrainedModel], finer: Finer | None, ranks: Ranks) -> None:
+    """Give the first model its masters, if it is to have any, and every rank its part of all."""
+    model, *references = models
+    if ranks.size > 1:
+        shard(model, ranks, finer)
+        for reference in references:
+            shard(reference, ranks)
+    elif finer is not None:
+        keep_masters(model, finer)
+
+
 def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:
     """Pack if the configuration wants it; returns why not."""
     if config.model.packing == "off":
@@ -164,12 +175,12 @@ def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:
 
 
 def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer over all parameters that are trained.
+    """The configured optimizer over all parameters that are trained, or over their masters.
 
     Raises:
         ConfigError: torch has no such optimizer, or it takes other options.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [master_of(p) for p in model.parameters() if p.requires_grad]
     kind = getattr(torch.optim, options.name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.name: torch.optim has no {options.name}")
@@ -180,9 +191,11 @@ def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.o
     if not chosen and "fused" in signature(kind).parameters and all(p.is_cuda for p in trained):
         arguments["fused"] = True  # one pass over weights, gradients and moments
     try:
-        return kind(trained, **(arguments | options.options))
+        optimizer = kind(trained, **(arguments | options.options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.options: {error}") from error
+    optimizer.register_step_post_hook(lambda *_: round_masters(model))
+    return optimizer
 
 
 def build_scheduler(

@@ -20,6 +20,7 @@ from peft import LoraConfig as PeftLora
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from trainer.masters import master_of
 from trainer.sharding import whole
 
 if TYPE_CHECKING:
@@ -88,11 +89,11 @@ class Merged:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         if self.layer is None:
-            return whole(self.base)
+            return whole(master_of(self.base))
         # In float32 at least: the product of two bfloat16 factors is finer than their sum.
         wide = torch.promote_types(self.base.dtype, torch.float32)
-        down = self.layer.get_parameter(f"lora_A.{ADAPTER}.weight").to(wide)
-        up = self.layer.get_parameter(f"lora_B.{ADAPTER}.weight").to(wide)
+        down = master_of(self.layer.get_parameter(f"lora_A.{ADAPTER}.weight")).to(wide)
+        up = master_of(self.layer.get_parameter(f"lora_B.{ADAPTER}.weight")).to(wide)
         scale: float = self.layer.scaling[ADAPTER]
         return self.base.to(wide) + scale * (up @ down)
 

@@ -1,8 +1,8 @@
 """How much memory a training step needs: an estimate from sizes, good to a third or so.
 
-Weights, gradients and AdamW's two moments are exact. Activations are counted for a decoder of the
-usual kind: per token and layer what autograd keeps of attention and a gated MLP. The head counts
-with its one chunk of logits and the gradient of its weights in float32.
+Weights, their masters, gradients and AdamW's two moments are exact. Activations are counted for a
+decoder of the usual kind: per token and layer what autograd keeps of attention and a gated MLP. The
+head counts with its one chunk of logits and the gradient of its weights in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ _HIDDEN_SIZED, _INNER_SIZED = 14, 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Bytes.
+
+    Attributes:
+        weights: that the model computes with.
+        optimizer: masters where there are any, gradients and moments.
+    """
 
     weights: int
     optimizer: int
@@ -38,7 +43,7 @@ class Memory:
 
     def __str__(self) -> str:
         return (
-            f"{gibibytes(self.total)} (weights {gibibytes(self.weights)}, gradients and moments "
+            f"{gibibytes(self.total)} (weights {gibibytes(self.weights)}, what updates them "
             f"{gibibytes(self.optimizer)}, activations {gibibytes(self.activations)}, head "
             f"{gibibytes(self.head)})"
         )
@@ -55,6 +60,7 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     item = model.dtype.itemsize
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    updating = 16 if config.model.keeps_masters() else 3 * item
     copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
     tokens = config.train.micro_batch_tokens
     kept = _kept(
@@ -67,7 +73,7 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     head = chunk_bytes(model.device) + 4 * shape.vocab_size * shape.hidden_size
     return Memory(
         weights=copies * parameters * item,
-        optimizer=3 * trained * item,
+        optimizer=trained * updating,
         activations=tokens * kept * item,
         head=head,
     )
@@ -120,4 +126,9 @@ def _cure(config: Config) -> str:
     if config.model.activation_checkpointing < 1:
         cures.append("set model.activation_checkpointing = true")
     cures.append("start a server on the same GPU with a lower --memory-share")
-    return f"{', or '.join(cures)}; none of these changes what is learnt"
+    if not config.model.lora.rank:
+        cures.append("spread the model over several GPUs with torchrun")
+    said = f"{', or '.join(cures)}; none of these changes what is learnt"
+    if config.model.dtype == "float32":
+        said += '; model.dtype = "bfloat16" halves activations, and rounds them'
+    return said

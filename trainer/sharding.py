@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.masters import Finer, halves, has_masters, master_of, widened
 from trainer.ranks import Ranks
 
 T = TypeVar("T")
@@ -28,11 +29,15 @@ _INSIDE = "tito_inside"
 _PLACE = "tito_place"
 
 
-def shard(model: nn.Module, ranks: Ranks) -> None:
+def shard(model: nn.Module, ranks: Ranks, finer: Finer | None = None) -> None:
     """Spread a model that every rank holds whole; to be called before there is an optimizer.
 
+    Args:
+        finer: spread float32 weights with these values, and let the model compute with them
+            rounded to what it is in; None spreads the weights as they are.
+
     Raises:
-        ConfigError: the model has no layers that could be spread.
+        ConfigError: the model has no layers that could be spread, or weights of several dtypes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -42,18 +47,22 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         register_fsdp_forward_method,
     )
 
-    some = next(model.parameters())
+    device, dtype, trained = _alike(model)
     how: dict[str, Any] = {
-        "mesh": init_device_mesh(some.device.type, (ranks.size,)),
-        # A sum over ranks in half precision would lose what each has computed.
+        "mesh": init_device_mesh(device, (ranks.size,)),
         "mp_policy": MixedPrecisionPolicy(
-            reduce_dtype=torch.promote_types(some.dtype, torch.float32)
+            param_dtype=None if finer is None else dtype,
+            # A sum over ranks in half precision would lose what each has computed.
+            reduce_dtype=torch.promote_types(dtype, torch.float32),
+            cast_forward_inputs=False,  # they are what the model makes them on one rank
         ),
     }
     for layer in _layers(model):
+        _widen(layer, finer)
         fully_shard(layer, **how)
+    _widen(model, finer)
     # A frozen model has no backward pass, after which it would let its own group go.
-    fully_shard(model, **how, reshard_after_forward=not some.requires_grad)
+    fully_shard(model, **how, reshard_after_forward=not trained)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -62,6 +71,23 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
     register_fsdp_forward_method(model, _INSIDE)
     for index, parameter in enumerate(model.parameters()):
         setattr(parameter, _PLACE, (ranks, index))
+
+
+def _alike(model: nn.Module) -> tuple[str, torch.dtype, bool]:
+    """What all weights have in common: device, dtype, and whether they are trained."""
+    kinds = {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()}
+    if len(kinds) > 1:
+        raise ConfigError(f"{type(model).__name__} has weights that are not of one dtype: train it "
+                          f"with one process")  # fmt: skip
+    (kind,) = kinds
+    return kind
+
+
+def _widen(module: nn.Module, finer: Finer | None) -> None:
+    """Make weights of half precision float32, just before they are spread: all do not fit whole."""
+    if finer is not None:
+        for parameter in halves(module):
+            parameter.data = widened(parameter, finer)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -110,14 +136,20 @@ def put_together(sharded: Any) -> Tensor:
 
 
 def whole_model(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state dict of a model that is spread, in this process's host memory; None of others."""
-    if not hasattr(model, _INSIDE):
+    """The state dict as it is to be saved; None for that of the model as it is.
+
+    That of a model that is spread comes to this process's host memory. Masters stand in for what
+    is rounded from them.
+    """
+    spread = hasattr(model, _INSIDE)
+    if not spread and not has_masters(model):
         return None
     found: dict[int, Tensor] = {}  # tied weights stay tied
     state = model.state_dict(keep_vars=True)
     for tensor in state.values():
         if id(tensor) not in found:
-            found[id(tensor)] = whole(tensor).detach().cpu()
+            saved = whole(master_of(tensor)).detach()
+            found[id(tensor)] = saved.cpu() if spread else saved
     return {name: found[id(tensor)] for name, tensor in state.items()}
 
 
@@ -162,9 +194,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def clip_gradient(model: nn.Module, max_norm: float) -> Tensor:
+def clip_gradient(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
     """Scale the gradient down to ``max_norm``; returns its norm before, over all ranks."""
-    parameters = list(model.parameters())
+    parameters = _parameters(optimizer)
     norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = put_together(norm) if hasattr(norm, "full_tensor") else norm
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

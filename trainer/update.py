@@ -205,7 +205,7 @@ def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
 
 def _step_optimizer(learner: Learner, max_norm: float) -> float:
     """Clip, step, and clear the gradient; returns its norm before clipping."""
-    norm = clip_gradient(learner.model, max_norm)
+    norm = clip_gradient(learner.optimizer, max_norm)
     if not torch.isfinite(norm):
         # Stepping would fill the model with NaN, and every later step would be for nothing.
         raise TrainerError(

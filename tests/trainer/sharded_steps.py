@@ -48,7 +48,7 @@ class Done:
 
     Attributes:
         figures: of each step, as the loop logs them.
-        weights: by name as they are published; none if they were not wanted.
+        weights: by name as the optimizer has them; none if they were not wanted.
         tokens_per_second: of each step.
         loading_s: in which all tensors were made ready to be sent, one after the other.
     """
@@ -90,7 +90,8 @@ def take_steps(config: Config, work: Work, ranks: Ranks = ALONE) -> Done:
         started = time.perf_counter()
         figures.append(asdict(learn(learner, chosen, config)))  # its figures wait for the device
         speeds.append(tokens / (time.perf_counter() - started))
-    dtype, weights, started = learner.model.dtype, {}, time.perf_counter()
+    dtype = learner.optimizer.param_groups[0]["params"][0].dtype
+    weights, started = {}, time.perf_counter()
     for tensor in checkpoint_tensors(learner.model, dtype):
         sent = tensor.load()
         if work.weights:

@@ -45,10 +45,10 @@ def config_of(
 ) -> Callable[..., Config]:
     (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
 
-    def build(name: str, url: str, **train: Any) -> Config:
+    def build(name: str, url: str, *, dtype: str = "float32", **train: Any) -> Config:
         known = {"output": str(tmp_path / name), "steps": STEPS, "checkpoint_every": 2}
         return make_config(
-            model={"path": str(untrained_model), "device": "cpu"},
+            model={"path": str(untrained_model), "device": "cpu", "dtype": dtype},
             server={"url": url},
             rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 6, "seeded": True},
             reward={"function": f"{tmp_path / 'rewards.py'}:even"},
@@ -135,15 +135,18 @@ def test_a_killed_run_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_killed_twice_ends_with_the_same_bits(
-    config_of: Callable[..., Config], fake_url: str, tmp_path: Path
+    config_of: Callable[..., Config], fake_url: str, tmp_path: Path, dtype: str
 ) -> None:
-    unbroken, broken = config_of("unbroken", fake_url), config_of("broken", fake_url)
+    unbroken = config_of("unbroken", fake_url, dtype=dtype)
+    broken = config_of("broken", fake_url, dtype=dtype)
     finish(unbroken, tmp_path / "unbroken.toml")
     finish_with_kills(broken, tmp_path / "broken.toml", 2, random.Random(0))
     assert_same(unbroken, broken)
+    assert {x.dtype for x in tensors(broken)} == {torch.float32, torch.uint8}  # masters, moments
     # The comparison can fail.
-    other = config_of("other", fake_url, seed=1)
+    other = config_of("other", fake_url, dtype=dtype, seed=1)
     finish(other, tmp_path / "other.toml")
     assert outcome(other)["metrics"] != outcome(unbroken)["metrics"]
 

@@ -102,6 +102,29 @@ def test_losses_gradients_and_weights_are_those_of_one_process(
         assert_same(alone, together)
 
 
+def test_masters_are_spread_as_what_they_are(
+    make_config: Callable[..., Config], untrained_model: Path, tmp_path: Path
+) -> None:
+    """Rows of about one length, so that each is a micro-batch, which rounds alike on every rank."""
+    config = make_config(
+        model={"path": str(untrained_model), "device": "cpu", "dtype": "bfloat16"},
+        optimizer={"lr": 1e-6},
+        objective={"beta": 0.1},
+        train={"micro_batch_tokens": 1, "updates_per_rollout": 2},
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    ended = torchrun(STEPS, tmp_path / "out.pt", file, "--shortest", "40", "--longest", "40")
+    assert ended.returncode == 0, ended.stderr
+    (together,) = [Done(**done) for done in torch.load(tmp_path / "out.pt", weights_only=True)]
+    alone = take_steps(config, Work(shortest=40, longest=40))
+    assert_same(alone, together)
+    assert {weight.dtype for weight in together.weights.values()} == {torch.float32}
+    start = take_steps(config, Work(steps=0)).weights
+    moved = sum(float((together.weights[name] - x).count_nonzero()) for name, x in start.items())
+    assert moved > 0.9 * sum(x.numel() for x in start.values())
+
+
 def share_of(make_sample: Callable[..., Sample], lengths: list[int]) -> Share:
     whole = collate([make_sample(g, range(n)) for g, n in enumerate(lengths)], pad_id=0)
     weights_NT = token_weights(whole.completion_mask, "grpo")

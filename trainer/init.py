@@ -26,7 +26,7 @@ DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _WIDTH = 100
 
 USED_MOST: dict[str, tuple[str, ...]] = {
-    "model": ("path", "dtype", "activation_checkpointing"),
+    "model": ("path", "dtype", "master_weights", "activation_checkpointing"),
     "model.lora": ("rank",),
     "server": ("url", "publish_dtype"),
     "data": ("source", "path", "prompt_field", "answer_field", "template", "system"),

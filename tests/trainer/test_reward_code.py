@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trainer.rewards import Outcome, Score, TimedOut
 from trainer.rewards import code as code_module
 from trainer.rewards.code import code
 from trainer.rewards.load import Part, load_part
-from trainer.rewards.program import Limits, confinement_problem, passed_tests
+from trainer.rewards.program import Limits, confinement_problem, passed_cases, passed_tests
 
 pytestmark = pytest.mark.skipif(
     confinement_problem() is not None, reason=f"no confinement: {confinement_problem()}"
@@ -225,6 +226,22 @@ def test_unconfined_programs_have_no_environment_either(monkeypatch: pytest.Monk
     limits = Limits(seconds=20.0, confine=False)
     program = "import os\ndef f(): return dict(os.environ)"
     assert passed_tests(program, ["assert f() == {}"], limits) == 1
+
+
+def test_programs_of_a_process_that_has_many_files_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1100:
+            taken.append(os.dup(taken[0]))
+        limits = Limits(seconds=20.0)
+        assert passed_tests(SQUARE, ["assert f(3) == 9", "assert f(3) == 8"], limits) == 1
+        assert passed_cases("print(input())", [("a", "a"), ("b", "c")], limits) == 1
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_in_workers_with_their_deadline(score_texts: Callable[..., list[Outcome]]) -> None:

@@ -114,9 +114,10 @@ def _lines(text: str) -> list[str]:
 def _read(fd: int, deadline: float) -> bytes | None:
     """Everything until the end; None when that is late or too much."""
     said = b""
+    poll = select.poll()  # not select(), which knows no descriptors above 1023
+    poll.register(fd, select.POLLIN)
     while len(said) <= MAX_OUTPUT:
-        ready, _, _ = select.select([fd], [], [], max(deadline - time.monotonic(), 0))
-        if not ready:
+        if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
             return None
         more = os.read(fd, 1 << 16)
         if not more:

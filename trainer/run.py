@@ -243,6 +243,8 @@ def _announce(log: ProgressLog, config: Config, learner: Learner, began: RunStat
     log.say(learner.objective.formula())
     if learner.ranks.size > 1:
         log.say(f"the model is spread over {learner.ranks.size} ranks")
+    if config.model.keeps_masters():
+        log.say(f"weights are {config.model.dtype}, rounded from float32 masters")
     log.say(f"sequences are {'padded: ' + learner.unpacked if learner.unpacked else 'packed'}")
     log.say(LOSS_NOTE, "dim")
     if began.step:

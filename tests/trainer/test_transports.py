@@ -21,6 +21,8 @@ from tests.rollout_server.support import FakeEngine
 from trainer.channels import ChannelError
 from trainer.config import Config, ServerConfig
 from trainer.curve import read_records
+from trainer.masters import finer_values, keep_masters, master_of, round_masters
+from trainer.policy import load_policy
 from trainer.publish import tensors_digest
 from trainer.train import train
 from trainer.transports import Transport, transport_to
@@ -62,6 +64,25 @@ def test_every_way_publishes_the_same(
             assert result.digest == expected
     to_server.close()
     assert server.client.info().version == result.version
+
+
+@pytest.mark.parametrize("transport", ["http", "delta", "ipc", "nccl", "auto"])
+def test_every_way_publishes_masters_as_the_model_computes_with_them(
+    server: Running, untrained_model: Path, transport: str
+) -> None:
+    mastered = load_policy(str(untrained_model), dtype=torch.bfloat16)
+    keep_masters(mastered, finer_values(mastered, str(untrained_model)))
+    to_server = way(server, mastered, transport, [])
+    with server.client.lease(holder="a") as lease, torch.no_grad():
+        for _ in range(2):
+            for parameter in mastered.parameters():
+                master_of(parameter).mul_(1.01)
+            round_masters(mastered)
+            plain = load_policy(str(untrained_model), dtype=torch.bfloat16)
+            plain.load_state_dict(mastered.state_dict())
+            expected = tensors_digest(plain, torch.bfloat16, torch.bfloat16)
+            assert to_server.publish(lease.fence).digest == expected
+    to_server.close()
 
 
 def test_auto_says_what_it_takes_and_why_not_the_others(

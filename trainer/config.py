@@ -69,12 +69,18 @@ class ModelConfig(_Section):
         ge=0,
         le=1,
         description="Share of the activations that are computed again instead of kept: up to 0.5 "
-        "those of MLPs, then whole layers; true is all of them.",
+        "those of MLPs, then whole layers (when fused: projections, then attention); true is all "
+        "of them.",
     )
     liger: bool | Literal["auto"] = Field(
         default="auto",
         description="Fused kernels for norms, rotary and SwiGLU, of which Liger has two; auto: on "
         "a GPU, where it is installed and knows the model, and layers are not compiled.",
+    )
+    fused_layers: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Run each decoder layer as one function with a backward pass of its own; auto: "
+        "on a GPU and one rank, where sequences are packed and layers known and not compiled.",
     )
     compile: bool = Field(
         default=False,

@@ -16,6 +16,7 @@ from shared.tokens import tokenizer_fingerprint
 from trainer.checkpoint import restore_trainer
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import ConfigError
+from trainer.fusing import choose_fused_layers
 from trainer.kernels import checkpoint_layers, choose_liger, compile_layers
 from trainer.lora import add_lora
 from trainer.masters import Finer, finer_values, keep_masters, master_of, round_masters
@@ -81,7 +82,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
     if config.model.compile:
         for each in models:
             compile_layers(each, config.model.activation_checkpointing)
-    else:
+    elif not _fuse(models, config, ranks):
         checkpoint_layers(model, config.model.activation_checkpointing)
     _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
@@ -158,6 +159,19 @@ def _spread(models: list[PreTrainedModel], finer: Finer | None, ranks: Ranks) ->
             shard(reference, ranks)
     elif finer is not None:
         keep_masters(model, finer)
+
+
+def _fuse(models: list[PreTrainedModel], config: Config, ranks: Ranks) -> bool:
+    """Fuse layers if the configuration wants it; returns whether the first model's are fused."""
+    if ranks.size > 1:
+        if config.model.fused_layers is True:
+            raise ConfigError(
+                "model.fused_layers does not work with several ranks",
+                advice='set model.fused_layers = "auto"',
+            )
+        return False
+    fused = [choose_fused_layers(model, config.model) for model in models]
+    return fused[0]
 
 
 def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:

@@ -28,14 +28,28 @@ _PROBE_ROWS = 5
 
 
 @triton.jit
-def _forward_kernel(
-    x, weight, y, rows, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _forward_kernel(  # noqa: PLR0913, PLR0917
+    x,
+    more,
+    weight,
+    total,
+    y,
+    rows,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     at = row[:, None] * WIDTH + column[None, :]
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + at, v.to(total.dtype.element_ty), mask=inside)
+        v = v.to(total.dtype.element_ty).to(tl.float32)  # of what the backward pass will find
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     n = v * (1.0 / tl.sqrt(tl.sum(v * v, 1) / WIDTH + eps))[:, None]
     # Rounded before the weight too, as models of transformers do.
@@ -44,17 +58,20 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _backward_kernel(  # noqa: PLR0913, PLR0917
     x,
     weight,
     dy,
+    more,
     dx,
     partial,
+    stride,
     rows,
     eps,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -69,34 +86,70 @@ def _backward_kernel(
         n, g = v * scale, d * w[None, :]
         dw += d * n
         slope = (g - n * (tl.sum(g * n, 1) / WIDTH)[:, None]) * scale
+        if ADD:
+            slope += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=inside)
-    tl.store(partial + tl.program_id(0) * WIDTH + column, tl.sum(dw, 0), mask=column < WIDTH)
+    tl.store(partial + tl.program_id(0) * stride + column, tl.sum(dw, 0), mask=column < WIDTH)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As :func:`rms_norm`, without a gradient, of a contiguous ``x``."""
+    y, rows, how = torch.empty_like(x), x.numel() // x.shape[-1], _tiling(x.shape[-1])
+    if rows:
+        grid = (triton.cdiv(rows, how["ROWS"]),)
+        _forward_kernel[grid](x, x, weight, x, y, rows, eps, **how, ADD=False)
+    return y
+
+
+def add_and_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + more``, which takes the place of ``more``, and the norm of it.
+
+    Args:
+        x, more: contiguous and of the same shape, with rows.
+    """
+    y, rows, how = torch.empty_like(x), x.numel() // x.shape[-1], _tiling(x.shape[-1])
+    grid = (triton.cdiv(rows, how["ROWS"]),)
+    _forward_kernel[grid](x, more, weight, more, y, rows, eps, **how, ADD=True)
+    return more, y
+
+
+def norm_slopes(
+    x: Tensor, weight: Tensor, dy: Tensor, eps: float, partial: Tensor, more: Tensor | None = None
+) -> Tensor:
+    """Gradient of ``x``, to which ``more`` is added; all contiguous and of the same shape.
+
+    Args:
+        partial: float32 ``[P, H]``, of any stride between rows; its sum over P programs will be the
+            gradient of the weight.
+    """
+    dx, rows = torch.empty_like(x), x.numel() // x.shape[-1]
+    _backward_kernel[(len(partial),)](
+        x, weight, dy, x if more is None else more, dx, partial, partial.stride(0), rows, eps,
+        **_tiling(x.shape[-1]), ADD=more is not None,
+    )  # fmt: skip
+    return dx
+
+
+def programs_for(rows: int) -> int:
+    """Of a backward pass over rows, short or long."""
+    return max(1, min(_PROGRAMS, rows))
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        y, rows = torch.empty_like(x), x.numel() // x.shape[-1]
-        how = _tiling(x.shape[-1])
-        if rows:
-            _forward_kernel[(triton.cdiv(rows, how["ROWS"]),)](x, weight, y, rows, eps, **how)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return y
+        return norm(x, weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        dx, rows = torch.empty_like(x), x.numel() // x.shape[-1]
-        how = _tiling(x.shape[-1])
-        programs = min(_PROGRAMS, triton.cdiv(rows, how["ROWS"]))
-        partial = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
-        if rows:
-            _backward_kernel[(programs,)](
-                x, weight, dy.contiguous(), dx, partial, rows, ctx.eps, **how
-            )
+        rows = triton.cdiv(x.numel() // x.shape[-1], _tiling(x.shape[-1])["ROWS"])
+        partial = x.new_empty((programs_for(rows), x.shape[-1]), dtype=torch.float32)
+        dx = norm_slopes(x, weight, dy.contiguous(), ctx.eps, partial)
         return dx, partial.sum(0).to(weight.dtype), None
 
 

@@ -65,17 +65,17 @@ def pack(input_ids: Tensor, attention_mask: Tensor) -> Packed:
         attention_mask: bool ``[N, T]``, true at the tokens of each row; every row has one.
     """
     lengths_N = attention_mask.sum(1)
-    positions_NT = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    row_K, position_K = attention_mask.nonzero(as_tuple=True)
     return Packed(
-        input_ids=input_ids[attention_mask][None],
-        position_ids=positions_NT[attention_mask][None],
+        input_ids=input_ids[row_K, position_K][None],
+        position_ids=position_K[None],
         boundaries=F.pad(lengths_N.cumsum(0), (1, 0)).to(torch.int32),
         longest=int(lengths_N.max()),
     )
 
 
 def attend(
-    module: nn.Module,
+    module: nn.Module,  # noqa: ARG001
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -96,8 +96,8 @@ def attend(
     """
     _refuse_extras(extras | ({"dropout": dropout} if dropout else {}))
     if cu_seq_lens_q is None:
-        return _causal(module, query, key, value, scaling).transpose(1, 2), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _causal(query, key, value, scaling).transpose(1, 2), None
+    if suits_flash(query):
         assert max_length_q is not None
         # Not x[0], whose gradient is a tensor of zeros that this one is copied into.
         q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
@@ -108,28 +108,27 @@ def attend(
         )  # fmt: skip
         assert isinstance(flat, Tensor)
         return flat.unsqueeze(0), None
-    return _one_by_one(module, query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+    return one_by_one(query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+
+
+def suits_flash(query: Tensor) -> bool:
+    """Whether torch has flash attention for such a tensor."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 # Or it would be compiled again for every number of sequences.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    boundaries: Tensor,
-    scaling: float | None,
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scaling: float | None
 ) -> Tensor:
+    """Each sequence by itself; everything is ``[1, heads, T, D]``."""
     lengths = boundaries.diff().tolist()
     parts = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_causal(module, q, k, v, scaling) for q, k, v in parts], dim=2)
+    return torch.cat([_causal(q, k, v, scaling) for q, k, v in parts], dim=2)
 
 
-def _causal(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-) -> Tensor:
-    grouped = getattr(module, "num_key_value_groups", 1) > 1
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
     )

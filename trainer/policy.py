@@ -187,28 +187,37 @@ def _score(
         mask_NT = attention_mask_NT.clone()
         mask_NT[:, 0] = False
     scoring_NT = scoring_positions(mask_NT)
+    # What waits for the GPU stands before the forward pass: nothing is left to wait for there.
+    scored_K = _where(mask_NT)
+    tokens_K = input_ids_NT.flatten().index_select(0, scored_K)
     if is_packed(model):
+        scoring_K = _where(scoring_NT[attention_mask_NT])
         packed = pack(input_ids_NT, attention_mask_NT)
         untyped: Any = model
         output = untyped.get_decoder()(**packed.arguments(), use_cache=False)
-        scoring_K = scoring_NT[attention_mask_NT].nonzero().squeeze(1)
-        hidden_KH = output.last_hidden_state.squeeze(0).index_select(0, scoring_K)
+        hidden = output.last_hidden_state
     else:
-        hidden_KH = _hidden_states(model, input_ids_NT, attention_mask_NT)[scoring_NT]
+        scoring_K = _where(scoring_NT)
+        hidden = _hidden_states(model, input_ids_NT, attention_mask_NT)
     logprobs_K, entropy_K = logprobs_and_entropy(
         head_of(model, head_dtype),
-        hidden_KH,
-        input_ids_NT[mask_NT],
+        hidden.flatten(0, 1).index_select(0, scoring_K),
+        tokens_K,
         temperature=temperature,
         entropy=entropy,
         chunk_tokens=chunk_tokens,
     )
-    laid_out = [
-        None if x is None else x.new_zeros(mask_NT.shape).masked_scatter(mask_NT, x)
-        for x in (logprobs_K, entropy_K)
-    ]
-    assert laid_out[0] is not None
-    return laid_out[0], laid_out[1]
+
+    def laid_out(x_K: Tensor) -> Tensor:
+        flat = x_K.new_zeros(mask_NT.numel()).index_copy(0, scored_K, x_K)
+        return flat.view(mask_NT.shape)
+
+    return laid_out(logprobs_K), None if entropy_K is None else laid_out(entropy_K)
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Indices of a mask's true entries, as if it were flat."""
+    return mask.flatten().nonzero().squeeze(1)
 
 
 def _hidden_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

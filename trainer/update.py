@@ -144,15 +144,17 @@ def learn_share(learner: Learner, share: Share, config: Config) -> Update:
     tally = _Tally()
     for _ in range(config.train.updates_per_rollout):
         for part, reference, start in zip(parts, references, starts, strict=True):
+            # Before the forward pass, because both wait for the device.
+            advantages, weights = part.take(share.advantages_N), part.take(share.weights_NT)
             logprobs = policy_logprobs(learner.model, part, config)
             loss, sums = policy_loss(
                 learner.objective,
                 logprobs=logprobs,
                 old_logprobs=logprobs if start is None else start,
                 sampler_logprobs=part.sampler_logprobs,
-                advantages=part.take(share.advantages_N),
+                advantages=advantages,
                 mask=part.completion_mask,
-                weights=part.take(share.weights_NT),
+                weights=weights,
                 ref_logprobs=reference,
             )
             torch.autograd.backward(loss)
@@ -200,7 +202,8 @@ def _logprobs_at_start(learner: Learner, part: Batch, config: Config) -> Tensor 
 def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
     """KL(sampler || policy) by k3, summed over completion tokens."""
     sampler, policy = part.sampler_logprobs, logprobs.detach()
-    return kl_to_reference("k3_forward", sampler, policy, sampler)[part.completion_mask].sum()
+    kl = kl_to_reference("k3_forward", sampler, policy, sampler)
+    return torch.where(part.completion_mask, kl, 0.0).sum()
 
 
 def _step_optimizer(learner: Learner, max_norm: float) -> float:
@@ -227,7 +230,7 @@ class _Tally:
 
     def add(self, sums: LossSums, drift: Tensor) -> None:
         self.sums = sums if self.sums is None else self.sums + sums
-        self.drift = self.drift.to(drift) + drift
+        self.drift = self.drift + drift
 
     def summary(self, learner: Learner) -> Update:
         assert self.sums is not None

@@ -1,0 +1,268 @@
+"""Fused layers: values and gradients of the model's own, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.trainer.models import SIZES, VOCAB, build, gradients
+from trainer.config import LoraConfig, ModelConfig
+from trainer.errors import ConfigError
+from trainer.fusing import _again, choose_fused_layers, fuse_layers
+from trainer.lora import add_lora
+from trainer.packing import use_packing
+from trainer.policy import token_logprobs
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+KINDS = ("qwen3", "qwen2", "llama")
+LENGTHS = [3, 11, 1, 8]
+SHARES = (0.0, 0.25, 0.5, 0.7, 0.9, 1.0)
+
+
+def make(kind: str, dtype: torch.dtype, device: str, **changes: Any) -> PreTrainedModel:
+    """A packed model whose norms and biases differ from 1 and 0."""
+    torch.manual_seed(0)
+    sizes = SIZES | changes
+    model: Any
+    match kind:
+        case "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    packed: PreTrainedModel = model.to(device, dtype).train()
+    use_packing(packed)
+    return packed
+
+
+def step(model: PreTrainedModel, lengths: list[int]) -> list[Tensor]:
+    """Log-probabilities of random rows, and the gradients of a weighted sum of them."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(0, VOCAB, mask.shape, generator=generator)
+    weights = torch.rand(mask.shape, generator=generator) / mask.sum()
+    logprobs = token_logprobs(model, ids.to(model.device), mask.to(model.device))
+    (logprobs * weights.to(logprobs)).sum().backward()
+    return [logprobs.detach(), *gradients(model).values()]
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    difference: Tensor = (one.double() - other.double()).norm() / other.double().norm()
+    return difference.item()
+
+
+def compare(kind: str, share: float, device: str) -> None:
+    expected = step(make(kind, torch.float32, device), LENGTHS)
+    model = make(kind, torch.float32, device)
+    fuse_layers(model, share)
+    found = step(model, LENGTHS)
+    for one, other in zip(found, expected, strict=True):
+        assert off(one, other) < 2e-5
+
+
+def kept_bytes(share: float) -> int:
+    """What the graph holds for the backward pass, weights left out."""
+    model = make("qwen3", torch.float32, "cpu")
+    fuse_layers(model, share)
+    weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        logprobs = token_logprobs(model, torch.ones(1, 40).long(), torch.ones(1, 40).bool())
+    assert logprobs.requires_grad
+    return sum(found.values())
+
+
+def check_what_is_kept() -> None:
+    held = [kept_bytes(share) for share in SHARES]
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == len(held)
+    token, shape = 40 * 4, SIZES
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    of_a_layer = 2 * shape["intermediate_size"] + 2 * queries + 2 * keys + shape["hidden_size"]
+    assert held[0] - held[-1] == shape["num_hidden_layers"] * token * of_a_layer
+
+
+def check_other_computation_is_refused() -> None:
+    model: Any = make("llama", torch.float32, "cpu")
+    layer = model.model.layers[0]
+    layer.mlp.forward = MethodType(lambda mlp, x: 1.1 * type(mlp).forward(mlp, x), layer.mlp)
+    before = dict(vars(layer))
+    with pytest.raises(ValueError, match="something else when they are fused"):
+        fuse_layers(model)
+    assert vars(layer) == before
+
+
+def check_a_second_backward_pass_is_refused() -> None:
+    """Gate and up are written over in the first one."""
+    model = make("qwen3", torch.float32, "cpu")
+    fuse_layers(model)
+    loss = token_logprobs(model, torch.ones(1, 5).long(), torch.ones(1, 5).bool()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def check_what_is_not_packed_runs_as_before() -> None:
+    model = make("qwen3", torch.float32, "cpu")
+    ids = torch.arange(12).reshape(2, 6)
+    expected = model(input_ids=ids).logits
+    fuse_layers(model)
+    assert model(input_ids=ids).logits.equal(expected)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_in_tritons_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.trainer.test_fused_layers"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_gpu
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_on_a_gpu(kind: str, share: float) -> None:
+    compare(kind, share, "cuda")
+
+
+@needs_gpu
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_as_near_to_float32_as_the_models_own_layers(
+    kind: str, share: float
+) -> None:
+    sizes = {
+        "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4, "head_dim": 64,
+        "initializer_range": 0.1,
+    }  # fmt: skip
+    lengths = [300, 1, 77, 129]
+    exact = step(make(kind, torch.float32, "cuda", **sizes), lengths)
+    plain = step(make(kind, torch.bfloat16, "cuda", **sizes), lengths)
+    model = make(kind, torch.bfloat16, "cuda", **sizes)
+    fuse_layers(model, share)
+    fused = step(model, lengths)
+    for one, other, best in zip(fused, plain, exact, strict=True):
+        assert off(one, best) < 1.5 * off(other, best) + 0.005
+
+
+@pytest.mark.parametrize(
+    ("share", "again"),
+    [(0, [0, 0]), (0.25, [1, 0]), (0.5, [1, 1]), (0.7, [2, 1]), (0.8, [2, 2]), (1, [3, 3])],
+)
+def test_the_cheapest_of_the_first_layers_is_computed_again_first(
+    share: float, again: list[int]
+) -> None:
+    assert _again(share, 2, 4, 3) == again
+
+
+def unpacked() -> PreTrainedModel:
+    return build("qwen3", torch.float32)
+
+
+def packed(kind: str = "qwen3") -> Any:
+    return make(kind, torch.float32, "cpu")
+
+
+def with_adapter() -> Any:
+    model = packed()
+    add_lora(model, LoraConfig(rank=2))
+    return model
+
+
+def watched() -> Any:
+    model = packed()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def partly_frozen() -> Any:
+    model = packed()
+    model.model.layers[1].mlp.up_proj.requires_grad_(False)
+    return model
+
+
+def biased() -> PreTrainedModel:
+    return make("llama", torch.float32, "cpu", mlp_bias=True)
+
+
+def other_activation() -> PreTrainedModel:
+    return make("llama", torch.float32, "cpu", hidden_act="gelu")
+
+
+def other_layer() -> PreTrainedModel:
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
+    use_packing(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (unpacked, "are not packed"),
+        (with_adapter, "not plain ones"),
+        (watched, "have hooks"),
+        (partly_frozen, "some are frozen"),
+        (biased, "its biases"),
+        (other_activation, "its activation"),
+        (other_layer, "MistralDecoderLayer are not known"),
+    ],
+)
+def test_layers_that_are_not_known_are_refused_and_left_as_they_were(model: Any, why: str) -> None:
+    built = model()
+    with pytest.raises(ValueError, match=why):
+        fuse_layers(built)
+    assert all("forward" not in vars(layer) for layer in built.model.layers)
+
+
+def test_without_a_gpu_layers_stay_as_they_are() -> None:
+    model = packed()
+    assert not choose_fused_layers(model, ModelConfig(path="x"))
+    with pytest.raises(ConfigError, match="there is no GPU"):
+        choose_fused_layers(model, ModelConfig(path="x", fused_layers=True))
+
+
+if __name__ == "__main__":
+    from trainer import fusing, layer_kernels, norm_kernels
+
+    fusing._PROBE_LENGTHS = (5, 1, 9)
+    # Several programs and blocks even for what is tiny.
+    norm_kernels._PROGRAMS, norm_kernels._ELEMENTS, layer_kernels._ELEMENTS = 3, 256, 128
+    compare("qwen3", 0.0, "cpu")
+    for each in KINDS:
+        for part in SHARES[1::2]:
+            compare(each, part, "cpu")
+    check_what_is_kept()
+    check_other_computation_is_refused()
+    check_a_second_backward_pass_is_refused()
+    check_what_is_not_packed_runs_as_before()

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from rollout_server.adapter_files import (
     unpack_config,
     verify_adapter,
 )
+from rollout_server.arrivals import FileSink
 from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.checkpoints import Manifest
 from rollout_server.engine import Adapter, EngineDied
 from rollout_server.policies import Policies, Policy, Publish, PublishState
+from rollout_server.sinks import Pour
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
 from shared.errors import Conflict, EngineUnavailable, NotFound, TitoError
@@ -80,7 +82,7 @@ class AdapterPublisher:
     async def publish_stream(
         self,
         name: str,
-        chunks: AsyncIterator[staging.Piece],
+        pour: Pour,
         *,
         announced: str | None,
         trailer: bool,
@@ -94,7 +96,8 @@ class AdapterPublisher:
 
         async def fill(folder: Path) -> str | None:
             file = folder / WEIGHTS_FILE
-            await staging.receive(chunks, file, self._limits.max_bytes)
+            with contextlib.closing(FileSink(file, self._limits)) as sink:
+                await pour(sink)
             digest = await asyncio.to_thread(staging.cut_trailer, file) if trailer else announced
             await asyncio.to_thread(unpack_config, folder)
             return digest

@@ -1,21 +1,26 @@
-"""Large request bodies, read past the HTTP parser into a few buffers that are used again and again.
+"""Large request bodies, received past the HTTP parser and outside the event loop.
 
 uvicorn reads at most 256 KiB at a time, copies each piece several times and wakes the application
-for it. Here the connection's transport is given another protocol for as long as a body lasts: the
-kernel writes straight into buffers of a size that is worth a system call on the way to the disk.
-Afterwards the connection goes on as if its parser had seen the body.
+for it. Here a thread takes the connection's socket for as long as an upload lasts, and the kernel
+writes straight into the memory where the bytes are to stay. Afterwards the connection goes on as if
+its parser had seen the body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import os
+import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 
+from rollout_server.sinks import Filler, Sink
 from shared.errors import MalformedBody
 
 if TYPE_CHECKING:
@@ -28,9 +33,8 @@ EXTENSION = "tito.body"
 LARGE_BYTES = 256 << 10
 """From this size on, a body is worth it."""
 MIN_BYTES_PER_S = 16 << 10
-_BUFFER_BYTES = 4 << 20
-_BUFFERS = 4
-_FIRST_BYTES = 128 << 10  # sooner than the others: it may tell that there is no use in them
+_LOOK_S = 0.5  # so often a thread looks whether anybody still wants what it waits for
+_SCRAP_BYTES = 128 << 10
 
 
 class LargeBody(asyncio.BufferedProtocol):
@@ -49,17 +53,14 @@ class LargeBody(asyncio.BufferedProtocol):
         self._connection = connection
         self._cycle = cycle
         self.left = size
-        self._free: deque[memoryview] = deque()
-        self._buffer: memoryview | None = None
-        self._buffers = self._filled = self._goal = 0
-        self._full: deque[memoryview] = deque()
-        self._came = asyncio.Event()
-        self._is_lost = self._is_unwanted = False
+        self._is_past_parser = self._is_given_up = False
+        self._scrap = memoryview(b"")
 
-    async def chunks(self, silence: float) -> AsyncGenerator[bytes | memoryview, None]:
-        """The body in pieces; each stays as it is until three more have been asked for.
+    async def pour(self, sink: Sink, silence: float) -> None:
+        """Bring the body into a sink, in a thread of its own: a slow caller may hold it for long.
 
         Args:
+            sink: called in that thread; not any more when this returns or raises.
             silence: see :func:`refuse_slow`.
 
         Raises:
@@ -70,96 +71,74 @@ class LargeBody(asyncio.BufferedProtocol):
             message = await self._cycle.receive()
         if message["type"] != "http.request":
             raise ClientDisconnect
-        if message["more_body"]:
-            # At once, or the parser will see more of it.
-            self._take_over(_FIRST_BYTES - len(message["body"]))
-        yield message["body"]
-        held = deque[memoryview]()
-        while self.left or self._full:
-            await self._next(silence)
-            held.append(self._full.popleft())
-            yield held[-1]
-            if len(held) > 2:
-                self._reuse(held.popleft())
-
-    def _take_over(self, first: int) -> None:
-        if self._connection.transport.is_closing():
-            raise ClientDisconnect
-        self._begin_buffer()
-        if first > 0:
-            self._goal = min(first, self._goal)
-        self._connection.flow.pause_reading()
-        self._connection.transport.set_protocol(self)
-        self._connection.flow.resume_reading()  # uvloop asks only now in which way to read
-
-    def _begin_buffer(self) -> None:
-        """Take a buffer that is free, or make one; if there are enough of them, wait."""
-        if not self._free and self._buffers < _BUFFERS:
-            self._buffers += 1
-            self._free.append(memoryview(bytearray(min(_BUFFER_BYTES, self.left))))
-        self._buffer = self._free.popleft() if self._free else None
-        self._filled, self._goal = 0, len(self._buffer or b"")
-        if self._buffer is None:
-            self._connection.flow.pause_reading()
-
-    async def _next(self, silence: float) -> None:
-        while not self._full:
-            if self._is_lost:
-                raise ClientDisconnect
-            before = self.left
-            self._came.clear()
+        # At once, or the parser will see more of it.
+        line = self._take_over() if message["more_body"] else None
+        filler, pool = Filler(sink), ThreadPoolExecutor(1, "tito-body")
+        with line or contextlib.nullcontext():
+            work = partial(self._receive, line, message["body"], filler, Pace(silence))
+            received = asyncio.get_running_loop().run_in_executor(pool, work)
             try:
-                async with asyncio.timeout(silence):
-                    await self._came.wait()
-            except TimeoutError:
-                refuse_slow(before - self.left, silence)
+                await asyncio.shield(received)
+            finally:
+                self._is_given_up = True
+                await asyncio.wait({received})
+                received.exception()  # it is told already, or nobody waits for it any more
+                pool.shutdown(wait=False)
+        if line is not None:
+            self._go_on()
 
-    def _reuse(self, chunk: memoryview) -> None:
-        self._free.append(memoryview(chunk.obj))
-        if self._buffer is None and self.left:
-            self._begin_buffer()
-            self._connection.flow.resume_reading()
+    def _take_over(self) -> socket.socket:
+        transport = self._connection.transport
+        if transport.is_closing():
+            raise ClientDisconnect
+        self._is_past_parser = True
+        self._connection.flow.pause_reading()
+        line = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        line.settimeout(_LOOK_S)  # it does not block anyway, and the event loop's must not
+        return line
+
+    def _receive(
+        self, line: socket.socket | None, first: bytes, filler: Filler, pace: Pace
+    ) -> None:
+        filler.put(first)
+        while line is not None and self.left:
+            start = time.monotonic()
+            count = _received(line, filler.space()[: self.left])
+            self.left -= count
+            if self._is_given_up:
+                return
+            pace.waited(time.monotonic() - start, count)
+            filler.advance(count)
+        filler.end()
+
+    def _go_on(self) -> None:
+        self._connection.body_ended()
+        self._connection.flow.resume_reading()
 
     def abandon(self) -> None:
         """Nobody wants the rest; it is thrown away as it comes."""
-        self._is_unwanted = True
-        if self._buffer is None:
-            self._free.append(memoryview(bytearray(_FIRST_BYTES)))
-            self._begin_buffer()
+        if self._is_past_parser and self.left and not self._connection.transport.is_closing():
+            self._scrap = memoryview(bytearray(_SCRAP_BYTES))
+            self._connection.transport.set_protocol(self)
+            self._connection.flow.resume_reading()  # uvloop asks only now in which way to read
 
     def parsed(self, count: int) -> None:
         """The parser has seen some of it."""
         self.left -= count
 
-    # Of asyncio's protocols.
+    # Of asyncio's protocols, while it is thrown away.
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - a hint
-        assert self._buffer is not None, "nothing is read while no buffer is free"
-        return self._buffer[self._filled : min(self._goal, self._filled + self.left)]
+        return self._scrap[: self.left]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
         self.left -= nbytes
-        if self._is_unwanted:
-            self._filled = 0
-            self._connection.expect_more()
-        elif self._filled == self._goal or not self.left:
-            self._hand_over()
+        self._connection.expect_more()
         if not self.left:
             self._connection.flow.pause_reading()
-            self._connection.body_ended()
-            self._connection.flow.resume_reading()
-
-    def _hand_over(self) -> None:
-        assert self._buffer is not None
-        self._full.append(self._buffer[: self._filled])
-        self._came.set()
-        if self.left:
-            self._begin_buffer()
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = True
-        self._came.set()
         self._connection.connection_lost(exc)
 
     def eof_received(self) -> None:
@@ -172,6 +151,46 @@ class LargeBody(asyncio.BufferedProtocol):
         self._connection.resume_writing()
 
 
+def _received(line: socket.socket, space: memoryview) -> int:
+    """Bytes that have come; none if there were none for a moment.
+
+    Raises:
+        ClientDisconnect: none will come.
+    """
+    try:
+        count = line.recv_into(space)
+    except TimeoutError:
+        return 0
+    except ConnectionError:
+        raise ClientDisconnect from None
+    if not count:
+        raise ClientDisconnect
+    return count
+
+
+class Pace:
+    """How fast a body comes, while it is waited for.
+
+    Args:
+        silence: see :func:`refuse_slow`.
+    """
+
+    def __init__(self, silence: float) -> None:
+        self._silence = silence
+        self._seconds, self._count = 0.0, 0
+
+    def waited(self, seconds: float, count: int) -> None:
+        """So many bytes came in so long.
+
+        Raises:
+            MalformedBody: it comes too slowly.
+        """
+        self._seconds, self._count = self._seconds + seconds, self._count + count
+        if self._seconds > self._silence:
+            refuse_slow(self._count, self._seconds)
+            self._seconds, self._count = 0.0, 0
+
+
 async def paced(chunks: AsyncGenerator[bytes, None], silence: float) -> AsyncGenerator[bytes, None]:
     """The same chunks, unless they come too slowly.
 
@@ -181,18 +200,14 @@ async def paced(chunks: AsyncGenerator[bytes, None], silence: float) -> AsyncGen
     Raises:
         MalformedBody: they do.
     """
-    clock = asyncio.get_running_loop().time
-    count, waited = 0, 0.0
+    clock, pace = asyncio.get_running_loop().time, Pace(silence)
     while True:
         start = clock()
         async with _within(silence):
             chunk = await anext(chunks, None)
         if chunk is None:
             return
-        count, waited = count + len(chunk), waited + clock() - start
-        if waited > silence:
-            refuse_slow(count, waited)
-            count, waited = 0, 0.0
+        pace.waited(clock() - start, len(chunk))
         yield chunk
 
 
@@ -216,7 +231,9 @@ def refuse_slow(count: int, seconds: float) -> None:
         MalformedBody: they are too few.
     """
     if not count:
-        raise MalformedBody(f"the body is cut short: nothing of it came for {seconds:g} s")
+        raise MalformedBody(
+            f"the body is cut short: nothing of it came for {round(seconds, 1):g} s"
+        )
     if count < seconds * MIN_BYTES_PER_S:
         raise MalformedBody(
             f"the body comes too slowly: {count} bytes in {seconds:.3g} s; "

@@ -57,7 +57,8 @@ class Connection(HttpToolsProtocol):
         self._between, self._in_head = 0, False
         self._refuse_upgrade()
         super().on_headers_complete()
-        if (size := self._announced_length()) >= LARGE_BYTES:
+        encrypted = self.transport.get_extra_info("sslcontext") is not None
+        if (size := self._announced_length()) >= LARGE_BYTES and not encrypted:
             self._large = LargeBody(self, self.cycle, size)
             self.scope["extensions"] = {EXTENSION: self._large}  # type: ignore[dict-item]
 

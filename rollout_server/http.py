@@ -6,12 +6,14 @@ import asyncio
 import re
 import reprlib
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 
 from rollout_server.bodies import EXTENSION, LargeBody, paced
+from rollout_server.sinks import Pour, fill
 from shared.codec import decode, encode, media_type
 from shared.errors import (
     BodyTooLarge,
@@ -93,8 +95,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def body_stream(request: Request) -> AsyncGenerator[bytes | memoryview, None]:
-    """The body as it comes in; a piece stays as it is until three more have been asked for.
+def body_stream(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes in.
 
     Raises:
         UnsupportedMediaType: it is compressed, so that its size says nothing about what it holds.
@@ -105,9 +107,20 @@ def body_stream(request: Request) -> AsyncGenerator[bytes | memoryview, None]:
         raise UnsupportedMediaType(
             f"Content-Encoding {encoding[:_SHOWN_CHARS]!r} is not understood; send it as it is"
         )
-    silence = request.app.state.body_silence
+    return paced(request.stream(), request.app.state.body_silence)
+
+
+def upload(request: Request) -> Pour:
+    """The body, to be brought into a sink, past the HTTP parser if it is large.
+
+    Raises:
+        UnsupportedMediaType, MalformedBody, ClientDisconnect: see :func:`body_stream`.
+    """
+    chunks = body_stream(request)
     large: LargeBody | None = request.scope.get("extensions", {}).get(EXTENSION)
-    return paced(request.stream(), silence) if large is None else large.chunks(silence)
+    if large is None:
+        return partial(fill, chunks)
+    return partial(large.pour, silence=request.app.state.body_silence)
 
 
 def validated(document: Any, model: type[M]) -> M:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout_server import staging
@@ -39,6 +39,7 @@ from rollout_server.checkpoints import (
 )
 from rollout_server.deltas import apply_delta
 from rollout_server.policies import Policies, Publish, PublishState
+from rollout_server.sinks import Pour
 from rollout_server.spool import Spool
 from rollout_server.supervisor import Supervisor
 from shared.errors import Conflict, TitoError
@@ -101,16 +102,16 @@ class Publisher:
 
     async def publish_stream(
         self,
-        chunks: AsyncIterator[staging.Piece],
+        pour: Pour,
         *,
         announced: str | None,
         trailer: bool,
         options: PublishOptions,
     ) -> ReloadResult:
-        """Publish a safetensors file that arrives in pieces.
+        """Publish a safetensors file that is uploaded.
 
         Args:
-            chunks: the file, followed by its digest as 32 hex characters if ``trailer``.
+            pour: brings the file, followed by its digest as 32 hex characters if ``trailer``.
             announced: the digest, if it was known beforehand.
             options: see there.
 
@@ -121,20 +122,18 @@ class Publisher:
         """
 
         def begin(folder: Path) -> Arrival:
-            self._spool.recycle(folder / SENT_FILE)
             return CheckpointArrival(
-                folder,
+                folder / SENT_FILE,
+                self._spool.open_over,
                 self.manifest,
                 announced=announced,
                 trailer=trailer,
                 max_bytes=self._limits.max_bytes,
             )
 
-        return await self._upload(chunks, begin, options)
+        return await self._upload(pour, begin, options)
 
-    async def publish_delta(
-        self, chunks: AsyncIterator[staging.Piece], *, options: PublishOptions
-    ) -> ReloadResult:
+    async def publish_delta(self, pour: Pour, *, options: PublishOptions) -> ReloadResult:
         """Publish the difference to the live version.
 
         Raises:
@@ -142,9 +141,10 @@ class Publisher:
         """
 
         def begin(folder: Path) -> Arrival:
-            return DeltaArrival(folder / "sent.delta", self._require_live, self._apply_delta)
+            file = folder / "sent.delta"
+            return DeltaArrival(file, self._limits, self._require_live, self._apply_delta)
 
-        return await self._upload(chunks, begin, options)
+        return await self._upload(pour, begin, options)
 
     def _apply_delta(self, delta: Path, base: str) -> Verified:
         out = delta.with_name(CANONICAL_FILE)
@@ -200,7 +200,7 @@ class Publisher:
 
     async def _upload(
         self,
-        chunks: AsyncIterator[staging.Piece],
+        pour: Pour,
         begin: Callable[[Path], Arrival],
         options: PublishOptions,
     ) -> ReloadResult:
@@ -213,7 +213,8 @@ class Publisher:
                     arrival = begin(folder)
                 with stage(publish, "upload"), contextlib.ExitStack() as on_failure:
                     on_failure.callback(arrival.close)
-                    await staging.hand_on(chunks, arrival.take, self._limits.max_bytes)
+                    with staging.storage_errors():
+                        await pour(arrival)
                     on_failure.pop_all()
             except BaseException:
                 await asyncio.to_thread(self._spool.discard, folder)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import io
 import os
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rollout_server.checkpoints import checkpoint_files
@@ -26,14 +24,8 @@ from shared.errors import (
 )
 from shared.weights import TRAILER_BYTES
 
-_FIRST_BATCH_BYTES = 128 << 10  # room for most headers
-_BATCH_BYTES = 4 << 20
-_BATCH_CHUNKS = 512  # a system call writes up to 1024 pieces
 _SHOWN_CHARS = 200
 _BUSY_RETRY_S = 5.0
-
-Piece = bytes | memoryview
-"""Of a body. A view shows other bytes once three more pieces have been asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,65 +83,12 @@ def storage_errors() -> Iterator[None]:
         ) from error
 
 
-async def receive(chunks: AsyncIterator[Piece], path: Path, max_bytes: int) -> None:
-    """Write an upload to a new file, off the event loop.
-
-    Raises:
-        BodyTooLarge: it exceeds ``max_bytes``.
-        InsufficientStorage: the disk is full.
-    """
-    with path.open("wb", buffering=0) as file:
-        await hand_on(chunks, partial(write_all, file.fileno()), max_bytes)
-
-
-async def hand_on(
-    chunks: AsyncIterator[Piece], take: Callable[[list[Piece]], None], max_bytes: int
-) -> None:
-    """Hand an upload on in batches, in a thread; the next batch arrives meanwhile.
-
-    Args:
-        chunks: as they come from the network.
-        take: called with one batch after the other, never while it still runs; not running any
-            more when this returns or raises.
-        max_bytes: what is taken in all.
-
-    Raises:
-        BodyTooLarge: it exceeds ``max_bytes``.
-        InsufficientStorage: the disk is full.
-    """
-    received, size, batch = 0, 0, list[Piece]()
-    enough = _FIRST_BATCH_BYTES
-    taking = asyncio.ensure_future(asyncio.sleep(0))
-    try:
-        async for chunk in chunks:
-            received, size = received + len(chunk), size + len(chunk)
-            if received > max_bytes:
-                raise BodyTooLarge(f"the upload exceeds {max_bytes} bytes")
-            batch.append(chunk)
-            if size >= enough or len(batch) >= _BATCH_CHUNKS:
-                await taking
-                taking = asyncio.ensure_future(asyncio.to_thread(_take, take, batch))
-                size, batch = 0, []
-                if enough < _BATCH_BYTES:  # it tells whether there is any use in going on
-                    await taking
-                    enough = _BATCH_BYTES
-        await taking
-        await asyncio.to_thread(_take, take, batch)
-    finally:
-        await asyncio.wait({taking})
-
-
-def _take(take: Callable[[list[Piece]], None], batch: list[Piece]) -> None:
-    with storage_errors():
-        take(batch)
-
-
 def open_over(path: Path) -> io.FileIO:
     """A file to be written from its start, over what is there already; truncate it in the end."""
     return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
 
 
-def write_all(descriptor: int, pieces: Sequence[Piece]) -> None:
+def write_all(descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
     """Write pieces one after the other; at most as many as one system call takes."""
     left = deque(memoryview(piece) for piece in pieces)
     while left:

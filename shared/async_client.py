@@ -16,7 +16,7 @@ from shared.async_lease import AsyncLease
 from shared.async_streams import AsyncRolloutStream
 from shared.calls import Call, Pieces, PromptLike, Target
 from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
-from shared.exchange import POLL_S, Exchange, Patience
+from shared.exchange import POLL_S, Exchange, Patience, in_pieces
 from shared.incoming import Incoming, new_key
 from shared.protocol import (
     DEFAULT_POLICY,
@@ -27,6 +27,7 @@ from shared.protocol import (
     ServerInfo,
 )
 from shared.resume import Continuation, Resumption, joined
+from shared.uploads import async_transport_to
 
 if TYPE_CHECKING:
     from shared.arrays import IdArray
@@ -53,6 +54,7 @@ class AsyncRolloutClient:
         self._exchange = Exchange(url, token, timeout)
         # Thousands of prompts may be in flight, each waiting on a connection of its own.
         limits = httpx.Limits(max_connections=None)
+        transport = transport or async_transport_to(self._exchange.url, limits)
         hooks = {"request": [tracing.carry_async]}
         self._http = httpx.AsyncClient(
             **self._exchange.options, transport=transport, limits=limits, event_hooks=hooks
@@ -217,8 +219,8 @@ class AsyncRolloutClient:
                 await asyncio.sleep(patience.pause(error))
 
     async def _send_once(self, call: Call[T]) -> T:
-        request = {"headers": call.headers, "params": call.params}
         body = None if call.body is None else call.body()
+        request = {"headers": call.headers, "params": call.params, **in_pieces(body)}
         content = body if body is None or isinstance(body, bytes) else _in_threads(body)
         return call.read(await self._send(call.method, call.path, content=content, **request))
 

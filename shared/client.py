@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from shared import calls, channel, tracing
 from shared.calls import Call, PromptLike, Target
 from shared.errors import Conflict, EngineUnavailable, ServerUnreachable, TitoError
-from shared.exchange import POLL_S, Exchange, Patience
+from shared.exchange import POLL_S, Exchange, Patience, in_pieces
 from shared.incoming import Incoming, new_key
 from shared.lease import Lease
 from shared.protocol import (
@@ -72,8 +72,11 @@ class RolloutClient:
     ) -> None:
         import httpx
 
+        from shared.uploads import transport_to
+
         self._exchange = Exchange(url, token, timeout)
         hooks = {"request": [tracing.carry]}
+        transport = transport or transport_to(self._exchange.url)
         self._http = httpx.Client(**self._exchange.options, transport=transport, event_hooks=hooks)
 
     def rollout(
@@ -357,8 +360,8 @@ class RolloutClient:
                 time.sleep(patience.pause(error))
 
     def _send_once(self, call: Call[T]) -> T:
-        request = {"headers": call.headers, "params": call.params}
         content = None if call.body is None else call.body()
+        request = {"headers": call.headers, "params": call.params, **in_pieces(content)}
         return call.read(self._send(call.method, call.path, content=content, **request))
 
     def _send(self, method: str, path: str, **request: Any) -> Any:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import httpx
 
 DELAYS_S = (0.25, 0.5, 1.0)
+PIECES = "tito.pieces"
+"""The extension of a request that has its body in pieces."""
 POLL_S = 0.25
 _MAX_DELAY_S = 60.0
 _TOKEN = re.compile(r"[!-~]+")
@@ -90,6 +92,11 @@ class Exchange:
         except httpx.RequestError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"no answer from {self.url}: {reason}") from error
+
+
+def in_pieces(body: object) -> dict[str, Any]:
+    """What httpx must be told of a body so that :mod:`shared.uploads` sees that it is one."""
+    return {} if body is None or isinstance(body, bytes) else {"extensions": {PIECES: body}}
 
 
 def _sendable(token: str) -> str:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from rollout_server.attempts import PublishOptions
 from rollout_server.auth import Caller, caller_with, publish_scope
-from rollout_server.http import answer, body_stream, read_document, read_query, validated
+from rollout_server.http import answer, read_document, read_query, upload, validated
 from rollout_server.routes import channels, documents
 from rollout_server.routes.options import publish_options
 from rollout_server.routes.state import startup_of
@@ -101,8 +101,8 @@ async def _from_stream(
         "options": options,
     }
     if query.policy == DEFAULT_POLICY:
-        return await service.publisher.publish_stream(body_stream(request), **given)
-    return await service.adapters.publish_stream(query.policy, body_stream(request), **given)
+        return await service.publisher.publish_stream(upload(request), **given)
+    return await service.adapters.publish_stream(query.policy, upload(request), **given)
 
 
 async def _from_delta(
@@ -112,7 +112,7 @@ async def _from_delta(
         problem = Problem("policy", query.policy, f"{DEFAULT_POLICY}; adapters are sent whole")
         raise InvalidRequest("a delta changes full weights only", problems=[problem])
     _check_length(request, service)
-    return await service.publisher.publish_delta(body_stream(request), options=options)
+    return await service.publisher.publish_delta(upload(request), options=options)
 
 
 async def _from_channel(

@@ -9,8 +9,6 @@ import json
 import os
 import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +19,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
 from rollout_server.bodies import EXTENSION, LARGE_BYTES, MIN_BYTES_PER_S, paced
-from rollout_server.http import body_stream
-from rollout_server.staging import hand_on
+from rollout_server.http import upload
 from shared.errors import Conflict, MalformedBody
 from tests.rollout_server.fakes import idle_app
 from tests.rollout_server.support import eventually, serving
 
 SILENCE_S = 0.5
-HELD = 2
-"""Pieces that a reader may keep beside the last one."""
+ROOM_BYTES = 1 << 20
 
 
 @dataclass
@@ -37,7 +33,7 @@ class Reader:
     """Routes that read bodies, and what has become of them.
 
     Attributes:
-        gate: the reader waits for it after the first piece.
+        gate: the reader waits for it after each piece.
         ended: how the last reading ended.
         pieces: sizes of the pieces that were read last.
         is_large: whether they went past the parser.
@@ -49,47 +45,59 @@ class Reader:
     is_large: bool = False
 
     async def digest(self, request: Request) -> Response:
-        """SHA-256 of the body, from pieces that are looked at as late as they may be."""
-        whole, held = hashlib.sha256(), deque[bytes | memoryview]()
+        """SHA-256 of the body."""
         self.pieces, self.is_large = [], EXTENSION in request.scope.get("extensions", {})
+        sink = Digest(self)
         try:
-            async for piece in body_stream(request):
-                self.pieces.append(len(piece))
-                held.append(piece)
-                await asyncio.to_thread(self.gate.wait, 30)
-                if len(held) > HELD:
-                    whole.update(held.popleft())
+            await upload(request)(sink)
         except (ClientDisconnect, MalformedBody) as error:
             self.ended.append(type(error).__name__)
             raise
-        for piece in held:
-            whole.update(piece)
         self.ended.append("whole")
-        return Response(whole.hexdigest())
-
-    async def hand_on(self, request: Request) -> Response:
-        """The same by way of threads that look at each batch as late as they may."""
-        whole = hashlib.sha256()
-        self.pieces = []
-
-        def take(batch: list[bytes | memoryview]) -> None:
-            time.sleep(0.005)  # so that what comes next has come already
-            for piece in batch:
-                whole.update(piece)
-                self.pieces.append(len(piece))
-
-        await hand_on(body_stream(request), take, 1 << 30)
-        return Response(whole.hexdigest())
+        return Response(sink.whole.hexdigest())
 
     async def refuse(self, request: Request) -> Response:
         """Refuses after as many pieces as the query says."""
-        most = int(request.query_params["after"])
-        if most:
-            async for piece in body_stream(request):
-                self.pieces.append(len(piece))
-                if len(self.pieces) >= most:
-                    break
+        if most := int(request.query_params["after"]):
+            await upload(request)(Digest(self, most))
         raise Conflict("it is of no use")
+
+    async def cancelled(self, request: Request) -> Response:
+        """Gives up a body that does not go on, and answers when nobody waits for it any more."""
+        sink = Digest(self)
+        reading: asyncio.Task[None] = asyncio.create_task(upload(request)(sink))
+        await asyncio.to_thread(eventually, lambda: self.pieces)
+        reading.cancel()
+        await asyncio.wait({reading})
+        room = bytes(sink.room())
+        await asyncio.sleep(2 * SILENCE_S)
+        self.ended.append("untouched" if room == bytes(sink.room()) else "written to")
+        raise Conflict("it is of no use")
+
+
+@dataclass
+class Digest:
+    """A sink.
+
+    Attributes:
+        reader: is told of pieces; its gate is waited for after each.
+        most: pieces after which it refuses.
+    """
+
+    reader: Reader
+    most: int = 1 << 30
+    whole: Any = field(default_factory=hashlib.sha256)
+    memory: bytearray = field(default_factory=lambda: bytearray(ROOM_BYTES))
+
+    def room(self) -> memoryview:
+        return memoryview(self.memory)
+
+    def filled(self, count: int) -> None:
+        self.whole.update(self.memory[:count])
+        self.reader.pieces.append(count)
+        self.reader.gate.wait(30)
+        if len(self.reader.pieces) >= self.most:
+            raise Conflict("it is of no use")
 
 
 @dataclass
@@ -109,7 +117,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Server]:
     reader = Reader()
     app: FastAPI = idle_app(body_silence=SILENCE_S)
     app.add_api_route("/digest", reader.digest, methods=["POST"])
-    app.add_api_route("/hand_on", reader.hand_on, methods=["POST"])
+    app.add_api_route("/cancelled", reader.cancelled, methods=["POST"])
     app.add_api_route("/refuse", reader.refuse, methods=["POST"])
     with serving(app, loop=request.param) as url:
         yield Server(url, reader)
@@ -176,26 +184,14 @@ def test_requests_that_are_sent_before_the_answer(server: Server) -> None:
         sender.join()
 
 
-def test_pieces_are_large_but_the_first_comes_soon(server: Server) -> None:
-    server.reader.gate.clear()
-    body = os.urandom(64 << 20)
-    with server.line() as line:
-        line.sendall(head("/digest", len(body)) + body[: 200 << 10])
-        eventually(lambda: sum(server.reader.pieces) > 0)
-        server.reader.gate.set()
-        line.sendall(body[200 << 10 :])
-        assert answer(line) == (200, sha256(body))
-    assert server.reader.pieces.count(4 << 20) >= 15
-
-
 @pytest.mark.parametrize("together", [0, 1000, 1 << 17, 1 << 18, 1 << 30])
-def test_pieces_stay_as_they_are_while_a_thread_has_them(server: Server, together: int) -> None:
+def test_rooms_are_filled_to_their_end(server: Server, together: int) -> None:
     body = os.urandom((40 << 20) + 12_345)
     with server.line() as line:
-        line.sendall(head("/hand_on", len(body)) + body[:together])
+        line.sendall(head("/digest", len(body)) + body[:together])
         line.sendall(body[together:])
         assert answer(line) == (200, sha256(body))
-    assert sum(server.reader.pieces) == len(body)
+    assert server.reader.pieces == [ROOM_BYTES] * 40 + [12_345]
 
 
 def test_who_is_not_read_has_to_wait(server: Server) -> None:
@@ -247,13 +243,27 @@ def test_a_caller_who_hangs_up(server: Server, share: float) -> None:
 
 def test_a_caller_who_hangs_up_while_nobody_reads(server: Server) -> None:
     server.reader.gate.clear()
-    body = bytes(10 << 20)
+    body = bytes(2 << 20)
     with server.line() as line:
         line.sendall(head("/digest", 2 * len(body)) + body)
         eventually(lambda: server.reader.pieces)
     server.reader.gate.set()
     eventually(lambda: server.reader.ended)
     assert server.reader.ended == ["ClientDisconnect"]
+
+
+def test_a_body_that_is_given_up_is_not_written_to_any_more(server: Server) -> None:
+    body = os.urandom(20 << 20)
+    with server.line() as line:
+        line.sendall(head("/cancelled", len(body)) + body[: 3 << 20])
+        sender = threading.Thread(target=line.sendall, args=(body[3 << 20 :],))
+        eventually(lambda: server.reader.pieces)
+        sender.start()
+        assert answer(line)[0] == 409
+        sender.join()
+        line.sendall(head("/digest", 5) + b"after")
+        assert answer(line) == (200, sha256(b"after"))
+    assert server.reader.ended == ["untouched", "whole"]
 
 
 @pytest.mark.parametrize("sent", [0, 100, LARGE_BYTES, 5 << 20])

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import safetensors.torch
 
-from rollout_server import arrivals
+from rollout_server import staged_files
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
 from shared.errors import EngineFailure, EngineUnavailable, InsufficientStorage, TitoError
@@ -672,7 +672,8 @@ def test_a_full_disk_whatever_the_filesystem(
     with fake(tiny_model, None, staging_dir=tmp_path) as (client, engine):
         before = list(engine.calls)
         with monkeypatch.context() as patch:
-            patch.setattr(arrivals, "write_all", full)
+            patch.setattr(staged_files, "write_all", full)
+            patch.setattr(os, "posix_fallocate", full)
             with pytest.raises(InsufficientStorage):
                 client.reload(lazy(first.tensors))
         assert engine.calls == before

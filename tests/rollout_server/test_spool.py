@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollout_server.spool import Spool, record_now
+from rollout_server.staged_files import MappedFiles
 
 BASE = "0" * 32
 
@@ -127,3 +130,49 @@ def test_what_somebody_else_has_put_there_is_no_version(spool: Spool) -> None:
     (spool.root / "policies" / "default" / "v-old").mkdir()
     assert spool.newest_number("default") == 3
     assert numbers(spool) == [3]
+
+
+def names_of_mapped_files(folder: Path) -> list[str]:
+    """What this process has mapped of a folder's files, under their last names."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.partition(str(folder))[2] for line in lines if str(folder) in line)
+
+
+def test_a_file_in_memory_stays_mapped_until_it_has_gone(memory: Path) -> None:
+    spool = Spool(memory, durable=False, keep=1)
+    inodes = []
+    for version, size in enumerate([5000, 9000, 20_000, 3000, 30_000], 1):
+        folder = spool.stage()
+        file = spool.open_over(folder / "a.safetensors", size)
+        content = bytes([version]) * size
+        for start in range(0, size, 700):
+            piece = content[start : start + 700]
+            file.room(len(piece))[:] = piece
+            assert file.filled(len(piece)) == piece
+        file.end()
+        file.close()
+        inodes.append((folder / "a.safetensors").stat().st_ino)
+        record = record_now(version, f"{version:032}", BASE, "me")
+        live = spool.commit(folder, "default", record)
+        assert (live / "a.safetensors").read_bytes() == content
+        spool.clear(spool.retire("default", version))
+    assert inodes == [inodes[0], inodes[1], inodes[0], inodes[1], inodes[0]]
+    assert len(set(names_of_mapped_files(memory))) == 2
+    spool.forget("default")
+    assert names_of_mapped_files(memory) == ["/spare"]
+    discarded = spool.stage()
+    spool.open_over(discarded / "file", 1 << 20).close()
+    spool.discard(discarded)
+    assert names_of_mapped_files(memory) == []
+    spool.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory."""
+    shared = Path("/dev/shm")
+    if not MappedFiles(shared).is_in_memory:
+        pytest.skip("/dev/shm is not in memory here")
+    folder = Path(tempfile.mkdtemp(prefix="tito-test-", dir=shared))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

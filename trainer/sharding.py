@@ -199,6 +199,7 @@ def clip_gradient(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
     parameters = _parameters(optimizer)
     norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = put_together(norm) if hasattr(norm, "full_tensor") else norm
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if norm > max_norm:  # most are not, and are left alone
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     found: Tensor = norm
     return found

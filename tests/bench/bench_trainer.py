@@ -80,9 +80,11 @@ REAL = {"vocab_size": 151_936, "head_dim": 128}
 REAL_LENGTHS = 890, 1090
 TITO: dict[str, dict[str, Any]] = {
     "tito": {},
-    "tito, small": {"activation_checkpointing": 0.65},
+    "tito, small": {"activation_checkpointing": 0.7},
+    "tito, rounded": {"master_weights": False, "activation_checkpointing": 0.5},
     "tito padded": {"packing": "off"},
-    "tito without kernels": {"liger": False},
+    "tito by modules": {"fused_layers": False},
+    "tito without kernels": {"fused_layers": False, "liger": False},
     "tito compiled": {"compile": True},
     "tito compiled, small": {"compile": True, "activation_checkpointing": 0.6},
 }

@@ -173,7 +173,7 @@ def test_half_precision_is_as_near_to_float32_as_the_models_own_layers(
     fuse_layers(model, share)
     fused = step(model, lengths)
     for one, other, best in zip(fused, plain, exact, strict=True):
-        assert off(one, best) < 1.5 * off(other, best) + 0.005
+        assert off(one, best) < 2 * off(other, best) + 0.005
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,27 @@ def fuse_layers(model: PreTrainedModel, share: float = 0.0) -> None:
         layer.forward = partial(_forward, layer, form, layer.forward)
 
 
+def kept_of_a_token(model: PreTrainedModel) -> int | None:
+    """Elements that fused layers keep for the backward pass; None if layers are not fused.
+
+    What it computes again is there for one layer at a time, and counts once.
+    """
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    fused = [x.args[:2] for x in forwards if isinstance(x, partial) and x.func is _forward]
+    kept = more = 0
+    for layer, form in fused:
+        attention, inner = layer.self_attn, layer.mlp.gate_proj.out_features
+        hidden, heads = attention.o_proj.out_features, attention.o_proj.in_features
+        parts = (
+            2 * inner,
+            heads + 2 * attention.k_proj.out_features,
+            heads + hidden,
+        )
+        kept += hidden + sum(parts[form.again :])
+        more = max(more, sum(parts[: form.again]) + inner + 2 * hidden)
+    return kept + more if fused else None
+
+
 def _again(share: float, layers: int, projections: int, attention: int) -> list[int]:
     """For each layer how many of its parts are computed again: MLP, projections, attention.
 

@@ -1,8 +1,9 @@
 """How much memory a training step needs: an estimate from sizes, good to a third or so.
 
 Weights, their masters, gradients and AdamW's two moments are exact. Activations are counted for a
-decoder of the usual kind: per token and layer what autograd keeps of attention and a gated MLP. The
-head counts with its one chunk of logits and the gradient of its weights in float32.
+decoder of the usual kind: per token and layer what autograd keeps of attention and a gated MLP, or
+what fused layers keep. The head counts with its one chunk of logits and the gradient of its weights
+in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from trainer.config import Config
 from trainer.errors import OutOfMemory
+from trainer.fusing import kept_of_a_token
 from trainer.head import chunk_bytes
 
 _HIDDEN_SIZED, _INNER_SIZED = 14, 4
@@ -63,7 +65,7 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     updating = 16 if config.model.keeps_masters() else 3 * item
     copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
     tokens = config.train.micro_batch_tokens
-    kept = _kept(
+    kept = kept_of_a_token(model) or _kept(
         config.model.activation_checkpointing,
         shape.num_hidden_layers,
         _HIDDEN_SIZED * shape.hidden_size,

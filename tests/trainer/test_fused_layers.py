@@ -27,7 +27,7 @@ from transformers import (
 from tests.trainer.models import SIZES, VOCAB, build, gradients
 from trainer.config import LoraConfig, ModelConfig
 from trainer.errors import ConfigError
-from trainer.fusing import _again, choose_fused_layers, fuse_layers
+from trainer.fusing import _again, choose_fused_layers, fuse_layers, kept_of_a_token
 from trainer.lora import add_lora
 from trainer.packing import use_packing
 from trainer.policy import token_logprobs
@@ -110,7 +110,16 @@ def check_what_is_kept() -> None:
     queries = shape["num_attention_heads"] * shape["head_dim"]
     keys = shape["num_key_value_heads"] * shape["head_dim"]
     of_a_layer = 2 * shape["intermediate_size"] + 2 * queries + 2 * keys + shape["hidden_size"]
-    assert held[0] - held[-1] == shape["num_hidden_layers"] * token * of_a_layer
+    layers = shape["num_hidden_layers"]
+    assert held[0] - held[-1] == layers * token * of_a_layer
+    estimates = []
+    for share in (0.0, 1.0):
+        model = make("qwen3", torch.float32, "cpu")
+        assert kept_of_a_token(model) is None
+        fuse_layers(model, share)
+        estimates.append(kept_of_a_token(model) or 0)
+    # What one layer computes again is there while it does.
+    assert estimates[0] - estimates[1] == (layers - 1) * of_a_layer
 
 
 def check_other_computation_is_refused() -> None:

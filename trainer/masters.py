@@ -52,7 +52,7 @@ def finer_values(model: nn.Module, source: str) -> Finer:
         names = {n: f"base_model.model.{n.replace('.default.', '.')}" for n in named}
         return {p: saved[names[n]].float() for n, p in named.items() if names[n] in saved}
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    if frozen or AutoConfig.from_pretrained(source).dtype in _HALF:
+    if frozen or {p.dtype for p in named.values()} == {AutoConfig.from_pretrained(source).dtype}:
         return {}
     whole: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     stored = dict(whole.named_parameters())

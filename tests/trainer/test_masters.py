@@ -23,7 +23,6 @@ from trainer.masters import finer_values, has_masters, keep_masters, master_of
 from trainer.memory import estimate
 from trainer.policy import load_policy
 from trainer.publish import checkpoint_tensors
-from trainer.tiny_policy import build_tokenizer
 from trainer.update import TrainingSet, learn
 
 RATE = 1e-6
@@ -259,12 +258,18 @@ def test_adapters_have_masters_too_and_frozen_weights_none(
         assert one.load() == other.load()
 
 
-def test_a_checkpoint_in_half_precision_is_read_once(
+def test_masters_begin_with_what_the_checkpoint_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build("qwen3", torch.bfloat16).save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
+    stored = build("qwen3", torch.float16)
+    stored.save_pretrained(tmp_path)
     model = load_policy(str(tmp_path), dtype=torch.bfloat16)
+    keep_masters(model, finer_values(model, str(tmp_path)))
+    pairs = list(zip(model.parameters(), stored.parameters(), strict=True))
+    assert all(torch.equal(master_of(parameter), half.float()) for parameter, half in pairs)
+    assert not all(torch.equal(parameter.float(), half.float()) for parameter, half in pairs)
+    # Where there is no more to be known, it is not read again.
+    model = load_policy(str(tmp_path), dtype=torch.float16)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     assert finer_values(model, str(tmp_path)) == {}
 

@@ -99,8 +99,11 @@ class WeightSwitch:
 
         async def load() -> None:
             with stage(publish, "load"):
-                await links.load()
-                await engine.stamp(version)
+                # Nothing is generated meanwhile, so that neither has to wait for the other.
+                work = links.load(), engine.stamp(version)
+                for result in await asyncio.gather(*work, return_exceptions=True):
+                    if isinstance(result, BaseException):
+                        raise result
             await self._policy.advance(publish, version, digest, durable=False)
 
         await self._while_paused(publish, engine, options, load)

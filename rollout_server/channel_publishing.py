@@ -24,7 +24,7 @@ from shared.protocol import ReloadResult
 from shared.weights import checkpoint_digest
 
 if TYPE_CHECKING:
-    from rollout_server.channels import OpenChannel
+    from rollout_server.open_channel import OpenChannel
 
 
 class Turns:
@@ -133,4 +133,4 @@ async def _verified(channel: OpenChannel, seconds: float) -> str:
     hashes, broken = await channel.links.verify(seconds)
     problems = [Problem(name, "NaN or infinite values", "finite values") for name in broken]
     reject_if(problems, "the channel holds values that are not finite")
-    return checkpoint_digest((spec, hashes[spec.name]) for spec in channel.layout.specs)
+    return checkpoint_digest(zip(channel.layout.specs, hashes, strict=True))

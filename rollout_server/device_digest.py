@@ -1,154 +1,181 @@
-"""Digests, and a look for NaN, of tensors wherever they lie.
+"""Digests of a channel's tensors where they lie, and a look for values that are not finite.
 
 Weights that come from another process of the same GPU never pass through the host's memory, and
-their digests must not make them: the bytes are reduced where they are (``digest_kernels.py``), and
-a few hundred bytes for each tensor are enough to finish on the host (``xxh3.py``).
+their digests must not make them. All that is asked for is known when a channel opens, so a look is
+a few launches over tables that are there already, and one short copy to the host.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from rollout_server import xxh3
+from rollout_server import digest_kernels, digest_plan, xxh3
+from rollout_server.digest_plan import Step
+from rollout_server.tensor_check import TensorLook
+from rollout_server.verification import Verdict
+from shared.channel import Layout
+from shared.cuda import DeviceMemory
 
-_SMALL_BYTES = 64 << 10  # as cheap to copy as to launch anything for
-_BATCH_BYTES = 8 << 30  # their sums take a sixteenth of this for a moment
-_BLOCKS_PER_PROGRAM = 64
-_UNROLL = 128
+_UNROLL = 64
 _ALIGNMENT = 16
+_SUM_BYTES = 8 * xxh3.LANES
+_ROW_BYTES = 8 * digest_kernels.ROW_WORDS
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """XXH3-128 of each tensor's bytes, in hex, as in ``shared/weights.py``; waits for a device.
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A step whose tables are on the device."""
+
+    end: int
+    lane: _Lane
+    sums: Tensor
+    scans: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """Where steps go on one after the other: a stream, and memory for their sums.
+
+    On the CPU, where kernels are interpreted, there is no stream.
+    """
+
+    stream: Any
+    scratch: Tensor
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def after(self, stream: Any) -> None:
+        """Let what is done from here on wait for another stream."""
+        if self.stream is not None:
+            self.stream.wait_stream(stream)
+
+
+class DeviceVerification:
+    """In a GPU's memory. What is current when a method is called is what the buffer waits for.
 
     Args:
-        tensors: contiguous, on any devices.
+        flat: the buffer; it must outlive this, which keeps its address only.
+        layout: of it.
+        ends: the buffer is filled up to each of them in turn; nothing if it is filled before
+            anybody looks at it.
 
     Raises:
-        ValueError: one is not contiguous.
+        ValueError: the buffer does not begin at a multiple of 16 bytes.
     """
-    flat = {name: _bytes(name, tensor) for name, tensor in tensors.items()}
-    digests = {
-        name: xxhash.xxh3_128_hexdigest(content.numpy().data)
-        for name, content in flat.items()
-        if not content.is_cuda
-    }
-    for device in {content.device for content in flat.values() if content.is_cuda}:
-        here = {name: content for name, content in flat.items() if content.device == device}
-        with torch.cuda.device(device):
-            digests |= reduced_digests(here)
-    return {name: digests[name] for name in tensors}
 
+    def __init__(self, flat: Tensor, layout: Layout, ends: Sequence[int] = ()) -> None:
+        if flat.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"the buffer begins at {flat.data_ptr()}; allowed: multiples of 16")
+        self._layout, self._device = layout, flat.device
+        address = flat.data_ptr()
+        steps = (
+            digest_plan.in_pieces(layout, address, ends)
+            if ends
+            else digest_plan.at_once(layout, address)
+        )
+        self._tensors = self._table(digest_plan.tensor_table(layout, address))
+        self._secrets = self._table(xxh3.secrets())
+        self._lanes = [self._lane(steps, beside) for beside in (False, True)]
+        self._launches = [self._launch(step) for step in steps]
+        count = len(layout.specs)
+        self._short = [i for i, s in enumerate(layout.specs) if s.nbytes <= xxh3.LONGER_THAN]
+        self._states = self._empty(count * _SUM_BYTES).view(torch.uint64)
+        self._found = self._empty(count * (_ROW_BYTES + 4))
+        self._results = self._found[: count * _ROW_BYTES].view(torch.uint64)
+        self._flags = self._found[count * _ROW_BYTES :].view(torch.int32)
+        on_gpu = self._device.type == "cuda"
+        self._on_host = torch.empty_like(self._found, device="cpu", pin_memory=on_gpu)
+        self._done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._next = 0
 
-def reduced_digests(
-    contents: Mapping[str, Tensor], small_bytes: int = _SMALL_BYTES
-) -> dict[str, str]:
-    """The digests of bytes on one device, of which but few are brought to the host.
+    def _lane(self, steps: Sequence[Step], beside: bool) -> _Lane:
+        rows = max((step.blocks for step in steps if step.beside is beside), default=0)
+        on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        return _Lane(stream, self._empty(max(rows, 1) * _SUM_BYTES).view(torch.uint64))
 
-    Args:
-        contents: one-dimensional, uint8.
-        small_bytes: what has no more is brought to the host whole; at least 1088.
-    """
-    digests: dict[str, str] = {}
-    for batch in _batches(contents):
-        long = {name: content for name, content in batch.items() if len(content) > small_bytes}
-        short = {name: content for name, content in batch.items() if name not in long}
-        digests |= _finished(long) if long else {}
-        if short:
-            host = torch.cat(list(short.values())).cpu()  # one copy for all
-            parts = torch.split(host, [len(content) for content in short.values()])
-            for name, part in zip(short, parts, strict=True):
-                digests[name] = xxhash.xxh3_128_hexdigest(part.numpy().data)
-    return digests
+    def _empty(self, nbytes: int) -> Tensor:
+        """Memory apart from the engine's pools, which would keep it when the channel has gone."""
+        if self._device.type != "cuda":
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.as_tensor(DeviceMemory.allocate(nbytes), device=self._device)
 
+    def _table(self, rows: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(rows).to(self._device)
 
-def _finished(contents: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digests of contents whose blocks are reduced on their device."""
-    states = _states(list(contents.values()))
-    tails = [content[-xxh3.TAIL_BYTES :] for content in contents.values()]
-    # One copy for all.
-    host = torch.cat([states.view(-1).view(torch.uint8), *tails]).cpu().numpy()
-    lanes = host[: states.nbytes].view(np.uint64).reshape(-1, xxh3.LANES)
-    ends = host[states.nbytes :].reshape(-1, xxh3.TAIL_BYTES)
-    lengths = np.array([len(content) for content in contents.values()])
-    return dict(zip(contents, xxh3.finish(lanes, ends, lengths), strict=True))
+    def _launch(self, step: Step) -> _Launch:
+        lane = self._lanes[step.beside]
+        return _Launch(step.end, lane, self._table(step.sums), self._table(step.scans))
 
+    def begin(self) -> None:
+        main, beside = self._lanes
+        self._next = 0
+        with main.active():
+            self._flags.zero_()
+        beside.after(main.stream)
 
-def _bytes(name: str, tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError(f"tensor {name} has strides {tensor.stride()}; allowed: contiguous")
-    return tensor.detach().view(-1).view(torch.uint8)
+    def arrived(self, end: int) -> None:
+        while self._next < len(self._launches) and self._launches[self._next].end <= end:
+            launch = self._launches[self._next]
+            if launch.lane.stream is not None:
+                launch.lane.after(torch.cuda.current_stream(self._device))
+            with launch.lane.active():
+                self._run(launch)
+            self._next += 1
 
+    def _run(self, launch: _Launch) -> None:
+        scratch = launch.lane.scratch
+        if len(launch.sums):
+            digest_kernels.block_sums[(len(launch.sums),)](
+                launch.sums, self._tensors, self._secrets, scratch, self._flags,
+                BLOCKS=digest_plan.BLOCKS_PER_PROGRAM,
+            )  # fmt: skip
+        if len(launch.scans):
+            digest_kernels.scan_blocks[(len(launch.scans),)](
+                launch.scans, self._tensors, self._secrets, scratch, self._states, self._flags,
+                self._results, UNROLL=_UNROLL, num_warps=1,
+            )  # fmt: skip
 
-def _batches(contents: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    batch: dict[str, Tensor] = {}
-    room = _BATCH_BYTES
-    for name, content in contents.items():
-        if batch and len(content) > room:
-            yield batch
-            batch, room = {}, _BATCH_BYTES
-        batch[name] = content
-        room -= len(content)
-    if batch:
-        yield batch
+    def finished(self) -> Verdict:
+        if self._next < len(self._launches):
+            raise ValueError("not all of the buffer is there")
+        main, beside = self._lanes
+        main.after(beside.stream)
+        with main.active():
+            self._on_host.copy_(self._found, non_blocking=True)
+            if self._done is not None:
+                self._done.record()
+        if self._done is not None:
+            self._done.synchronize()
+        return self._verdict()
 
+    def _verdict(self) -> Verdict:
+        count = len(self._layout.specs)
+        rows = self._on_host[: count * _ROW_BYTES].numpy().reshape(count, _ROW_BYTES)
+        flags = self._on_host[count * _ROW_BYTES :].numpy().view(np.int32)
+        # The high half first, and its highest byte.
+        text = rows[:, 15::-1].tobytes().hex()
+        hashes = [text[start : start + 32] for start in range(0, len(text), 32)]
+        broken = set(np.flatnonzero(flags).tolist())
+        for index in self._short:
+            spec = self._layout.specs[index]
+            look = TensorLook(spec, spec.dtype)
+            look.update(rows[index, : spec.nbytes].tobytes())
+            seen = look.result()
+            hashes[index] = seen.hash
+            if seen.problem is not None:
+                broken.add(index)
+        return Verdict(hashes, [self._layout.specs[index].name for index in sorted(broken)])
 
-def _states(contents: Sequence[Tensor]) -> Tensor:
-    """The accumulators after all whole blocks, ``[len(contents), 8]``."""
-    from rollout_server import digest_kernels
-
-    device = contents[0].device
-    aligned = [c if c.data_ptr() % _ALIGNMENT == 0 else c.clone() for c in contents]
-    blocks = np.array([xxh3.blocks_of(len(content)) for content in contents])
-    programs = -(-blocks // _BLOCKS_PER_PROGRAM)
-    table = np.stack([
-        np.array([content.data_ptr() for content in aligned]),
-        blocks, np.cumsum(blocks) - blocks, programs, np.cumsum(programs) - programs,
-    ])  # fmt: skip
-    address, count, first_block, program_count, first_program = torch.from_numpy(table).to(device)
-    total = int(programs.sum())
-    owner = torch.repeat_interleave(program_count, output_size=total)
-    secret, initial, key = _constants(device)
-    sums = torch.empty((int(blocks.sum()), xxh3.LANES), dtype=torch.uint64, device=device)
-    states = torch.empty((len(contents), xxh3.LANES), dtype=torch.uint64, device=device)
-    digest_kernels.block_sums[(total,)](
-        address, count, first_block, first_program, owner, secret, sums,
-        BLOCKS=_BLOCKS_PER_PROGRAM,
-    )  # fmt: skip
-    digest_kernels.scan_blocks[(len(contents),)](
-        sums, count, first_block, initial, key, states, UNROLL=_UNROLL, num_warps=1
-    )
-    return states
-
-
-@functools.cache
-def _constants(device: torch.device) -> tuple[Tensor, ...]:
-    words = np.frombuffer(xxh3.SECRET, "<u8").astype(np.uint64)
-    arrays: list[Any] = [words, xxh3.INITIAL, xxh3.SCRAMBLE_KEY.copy()]
-    return tuple(torch.from_numpy(array).to(device) for array in arrays)
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors with NaN or infinite values, in order; waits for a device once.
-
-    Args:
-        tensors: of any dtype, on one device; integers are finite.
-    """
-    floats = {
-        name: tensor.detach().float() if tensor.itemsize == 1 else tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and tensor.numel()
-    }
-    if not floats:
-        return []
-    # The largest magnitude is NaN or infinite if any value is.
-    largest = torch._foreach_norm(list(floats.values()), float("inf"))
-    flags = torch.stack(largest).isfinite().tolist()
-    return sorted(name for name, finite in zip(floats, flags, strict=True) if not finite)
+    def close(self) -> None:
+        if self._done is not None:
+            for lane in self._lanes:
+                lane.stream.synchronize()

@@ -65,9 +65,11 @@ class DeviceStaging:
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         address = Path(folder) / str(rank)
-        opened = WorkerChannel(address, layout, self.device, interface, secret, self._tito_forget)
+        opened = WorkerChannel(
+            address, kind, layout, self.device, interface, secret, self._tito_forget
+        )
         try:
-            described = opened.described(kind)
+            described = opened.described(leads=rank == 0)
         except BaseException:
             opened.end()  # or its memory would stay for as long as the worker lives
             raise
@@ -89,17 +91,19 @@ class DeviceStaging:
         tensors = None if found is None else found.tensors
         if tensors is None:
             raise RuntimeError("the channel was closed; nothing has been loaded")
-        staged = StagedTensors(tensors)
-        if self._tito_planned(staged.tensors):
+        if count := self._tito_planned(tensors):
             self.model_runner.reset_lora_state()
-            count = sum(1 for _ in self.model_runner.get_model().named_parameters())
             return {"parameters": count, "checked": count}
-        return self._tito_replace(staged)
+        return self._tito_replace(StagedTensors(tensors))
 
-    def _tito_planned(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Load by the plan of copies, which the first load makes; whether there can be one."""
+    def _tito_planned(self, tensors: Mapping[str, Tensor]) -> int:
+        """Load by the plan of copies, which the first load makes.
+
+        Returns:
+            How many parameters were loaded and checked; 0 if there can be no plan.
+        """
         if self._tito_plan is False:
-            return False
+            return 0
         from rollout_server.load_plan import LoadPlan
 
         model = self.model_runner.get_model()
@@ -111,7 +115,7 @@ class DeviceStaging:
             except ValueError as error:
                 log.info("channels load as uploads do: %s", error)
                 self._tito_plan = False
-                return False
+                return 0
         else:
             self._tito_plan.apply(tensors)
         if different := self._tito_plan.differing(tensors):
@@ -119,7 +123,7 @@ class DeviceStaging:
                 f"{len(different)} parameters differ from the channel after the load, "
                 f"first {different[0]}"
             )
-        return True
+        return len(places)
 
     def _tito_forget(self) -> None:
         """Nothing of a channel's memory is in use any more."""

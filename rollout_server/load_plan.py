@@ -79,7 +79,7 @@ class LoadPlan:
         self._layout = layout
         self._copies = copies
         # In one piece, since another thread may let go of them during a load.
-        self._last: tuple[list[Any], _Views] = ([], _Views([]))
+        self._last: tuple[Mapping[str, Tensor], list[Any], _Views] = ({}, [], _Views([]))
 
     @classmethod
     def recorded(cls, model: nn.Module, tensors: Mapping[str, Tensor]) -> LoadPlan:
@@ -126,18 +126,20 @@ class LoadPlan:
 
     def forget_sources(self) -> None:
         """Let go of the tensors that were given last, so that their memory can be freed."""
-        self._last = [], _Views([])
+        self._last = {}, [], _Views([])
 
     def _viewed(self, tensors: Mapping[str, Tensor]) -> _Views:
+        given, known, views = self._last
+        if tensors is given:  # a channel's, which never change places
+            return views
         seen = [(n, t.data_ptr(), t.shape, t.dtype, t.stride()) for n, t in tensors.items()]
-        known, views = self._last
         if seen != known:
             self._check(tensors)
             views = _Views(
                 (copy.name, target, copy.source.of(tensors[copy.name]))
                 for copy, target in self._copies
             )
-            self._last = seen, views
+        self._last = tensors, seen, views
         return views
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:

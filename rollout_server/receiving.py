@@ -12,8 +12,13 @@ from shared import nccl
 from shared.byte_link import Receiver
 from shared.channel import Layout
 
+_HOST_PIECE_BYTES = 16 << 20
+
 GivenUp = Callable[[], str | None]
 """Why nothing is waited for any more, if that is so."""
+
+Arrived = Callable[[int], None]
+"""Told how many bytes of the buffer are there; on a GPU, once its current stream is so far."""
 
 
 class Group(Protocol):
@@ -23,7 +28,7 @@ class Group(Protocol):
         """Meet the trainer."""
         ...
 
-    def receive(self, deadline: float) -> None:
+    def receive(self, deadline: float, arrived: Arrived) -> None:
         """Fill the buffer with what it sends."""
         ...
 
@@ -48,15 +53,17 @@ class NcclGroup:
         self._comm = nccl.Communicator(self._id, self._rank, self._size)
         self._comm.settle(lambda: True, deadline, self._given_up)
 
-    def receive(self, deadline: float) -> None:
+    def receive(self, deadline: float, arrived: Arrived) -> None:
         assert self._comm is not None
+        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         for start, end in self._layout.pieces():
-            piece = self._flat[start:end]
-            self._comm.broadcast(piece.data_ptr(), end - start, self._stream.cuda_stream)
+            pointer = self._flat.data_ptr() + start
+            self._comm.broadcast(pointer, end - start, self._stream.cuda_stream)
             self._comm.settle(lambda: True, deadline, self._given_up)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(self._stream)
-        self._comm.settle(arrived.query, deadline, self._given_up)
+            there.record(self._stream)
+            with torch.cuda.stream(self._stream):
+                arrived(end)
+        self._comm.settle(there.query, deadline, self._given_up)
 
     def close(self) -> None:
         if self._comm is not None:
@@ -72,8 +79,11 @@ class SocketGroup:
     def join(self, deadline: float) -> None:
         self._receiver.join(deadline, self._given_up)
 
-    def receive(self, deadline: float) -> None:
-        self._receiver.receive(self._bytes, deadline, self._given_up)
+    def receive(self, deadline: float, arrived: Arrived) -> None:
+        for start in range(0, len(self._bytes), _HOST_PIECE_BYTES):
+            piece = self._bytes[start : start + _HOST_PIECE_BYTES]
+            self._receiver.receive(piece, deadline, self._given_up)
+            arrived(start + len(piece))
 
     def close(self) -> None:
         self._receiver.close()

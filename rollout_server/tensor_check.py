@@ -24,6 +24,8 @@ _LEAST_INFINITE = {
     ("F32", "BF16"): 0x7F7F8000,  # half-way above the largest bfloat16, and ties go up here
     ("F32", "F16"): 0x477FF000,  # 65520, half-way above the largest float16
     ("F64", "F64"): 0x7FF << 52,
+    ("F8_E5M2", "F8_E5M2"): 0x7C,
+    ("F8_E4M3", "F8_E4M3"): 0x7F,  # NaN; it has no infinity
 }  # fmt: skip
 _PIECE_BYTES = 1 << 20  # what was just hashed is still in the cache when its values are looked at
 

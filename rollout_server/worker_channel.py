@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
 from rollout_server.staging import open_over, write_all
+from rollout_server.verification import HostVerification, Verification
 from rollout_server.weight_receiver import SAFETENSORS_NAMES
 from shared import nccl
 from shared.byte_link import LinkError, Receiver, readable
@@ -52,6 +54,7 @@ class WorkerChannel(threading.Thread):
 
     Args:
         address: the socket where it takes commands.
+        kind: ``ipc`` or ``nccl``.
         ended: called when it has ended.
         layout: of the buffer.
         device: where the buffer is.
@@ -62,6 +65,7 @@ class WorkerChannel(threading.Thread):
     def __init__(
         self,
         address: Path,
+        kind: str,
         layout: Layout,
         device: torch.device,
         interface: str,
@@ -70,7 +74,7 @@ class WorkerChannel(threading.Thread):
     ) -> None:
         super().__init__(name="tito-channel", daemon=True)
         self._ended = ended
-        self.layout = layout
+        self._kind, self.layout = kind, layout
         self._device = device
         self._secret, self._interface = secret, interface
         self._listener = socket.socket(socket.AF_UNIX)
@@ -83,8 +87,11 @@ class WorkerChannel(threading.Thread):
         self._group: Group | None = None
         self._memory: DeviceMemory | None = None
         self._pinned: Tensor | None = None
+        self._verification: Verification | None = None
+        self._is_seen = False
         try:
             self.flat = self._allocate()
+            self._verification = self._looking()
         except BaseException:
             self.end()
             raise
@@ -100,16 +107,29 @@ class WorkerChannel(threading.Thread):
         os.posix_fallocate(self._file, 0, self.layout.nbytes)
         return torch.frombuffer(mmap.mmap(self._file, self.layout.nbytes), dtype=torch.uint8)
 
-    def described(self, kind: str) -> dict[str, Any]:
-        """What the trainer must know to reach the buffer."""
-        if kind == "ipc" and self._memory is not None:
+    def _looking(self) -> Verification:
+        if self._device.type != "cuda":
+            return HostVerification(self.flat, self.layout)
+        from rollout_server.device_digest import DeviceVerification
+
+        # A trainer that maps the buffer fills it before the server hears of it.
+        ends = [] if self._kind == "ipc" else [end for _, end in self.layout.pieces()]
+        return DeviceVerification(self.flat, self.layout, ends)
+
+    def described(self, *, leads: bool) -> dict[str, Any]:
+        """What the trainer must know to reach the buffer.
+
+        Args:
+            leads: of all workers, this is the one that says how NCCL's group comes together.
+        """
+        if self._kind == "ipc" and self._memory is not None:
             uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             return {"memory": {"device": uuid, "handle": self._memory.handle().hex()}}
-        if kind == "ipc":
+        if self._kind == "ipc":
             path = f"/proc/{os.getpid()}/fd/{self._file}"
             return {"memory": {"device": "", "handle": path}}
         if self._memory is not None:
-            return {"unique_id": nccl.unique_id().hex()}
+            return {"unique_id": nccl.unique_id().hex()} if leads else {}
         self._receiver = Receiver(self._interface, self._secret)
         return {"port": self._receiver.port}
 
@@ -119,6 +139,7 @@ class WorkerChannel(threading.Thread):
             self._listener.close()
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
+                self._warm_up()
             with self._server, self._server.makefile("rb") as commands:
                 for line in commands:
                     self._server.sendall(self._answered(json.loads(line)))
@@ -147,17 +168,32 @@ class WorkerChannel(threading.Thread):
 
     def _do_receive(self, seconds: float) -> None:
         assert self._group is not None
-        self._group.receive(time.monotonic() + seconds)
+        assert self._verification is not None
+        self._is_seen = False
+        self._verification.begin()
+        self._group.receive(time.monotonic() + seconds, self._verification.arrived)
+        self._is_seen = True
 
     def _do_verify(self) -> dict[str, Any]:
-        from rollout_server.device_digest import not_finite, tensor_digests
+        """What was seen while the buffer was filled, or is in it now."""
+        assert self._verification is not None
+        if not self._is_seen:
+            with self._beside_the_engine():
+                self._verification.begin()
+                self._verification.arrived(self.layout.nbytes)
+        self._is_seen = False
+        return asdict(self._verification.finished())
+
+    def _warm_up(self) -> None:
+        """Have ready what a publish launches, so that none waits for a compiler."""
         from rollout_server.load_plan import warm_up
 
-        assert self.tensors is not None
-        with self._beside_the_engine():
-            warm_up(self._device)
-            broken = not_finite(self.tensors)
-            return {"hashes": tensor_digests(self.tensors), "not_finite": broken}
+        try:
+            with self._beside_the_engine():
+                warm_up(self._device)
+                self._do_verify()
+        except Exception as error:  # it will be told to whoever asks for it
+            log.warning("a channel's kernels cannot be made ready: %s", error)
 
     def _do_spill(self, path: str) -> str:
         """Write the tensors to a safetensors file; the digest of what was written."""
@@ -209,11 +245,13 @@ class WorkerChannel(threading.Thread):
         self._listener.close()
         if self._group is not None:
             self._group.close()
+        if self._verification is not None:
+            self._verification.close()
         if self._receiver is not None:
             self._receiver.close()
         if self._file is not None:
             os.close(self._file)
         # Views may still be in use by a load; the memory goes with the last of them.
-        self._group = self._memory = None
+        self._group = self._memory = self._verification = None
         self.tensors, self.flat, self._pinned = None, torch.empty(0), None
         self._ended()

@@ -7,7 +7,6 @@ nothing. Closing the sockets ends whatever the workers do for the channel, and f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import shutil
@@ -23,6 +22,8 @@ from shared.errors import Conflict, EngineFailure
 from shared.weights import TensorSpec
 
 _GRACE_S = 5.0
+_SPILL_S = 60.0
+_SPILL_BYTES_PER_S = 20e6  # slower than any disk that a server would be given
 _MAX_ANSWER_BYTES = 64 << 20
 
 
@@ -85,7 +86,9 @@ class WorkerLinks:
         described: Sequence[dict[str, Any]],
         secret: str,
         interface: str,
+        nbytes: int,
     ) -> None:
+        self._spill_seconds = _SPILL_S + nbytes / _SPILL_BYTES_PER_S
         self.engine, self.kind, self._channel, self._links = engine, kind, channel, links
         self.memory = tuple(Memory(**end["memory"]) for end in described if "memory" in end)
         self.is_closed = False
@@ -127,7 +130,8 @@ class WorkerLinks:
             links = [await _connected(folder, end["rank"]) for end in described]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return cls(engine, channel, kind, links, described, secret, interface)
+        nbytes = sum(spec.nbytes for spec in specs)
+        return cls(engine, channel, kind, links, described, secret, interface, nbytes)
 
     async def join(self, seconds: float) -> None:
         """Let the workers meet the trainer.
@@ -153,8 +157,8 @@ class WorkerLinks:
         """
         await self._all([{"do": "receive", "seconds": seconds}] * len(self._links), seconds)
 
-    async def verify(self, seconds: float) -> tuple[dict[str, str], list[str]]:
-        """Hash of each tensor, and which hold values that are not finite.
+    async def verify(self, seconds: float) -> tuple[list[str], list[str]]:
+        """Hash of each tensor, in order, and names of those with values that are not finite.
 
         Raises:
             EngineFailure: workers differ, or one of them failed.
@@ -167,10 +171,17 @@ class WorkerLinks:
     async def spill(self, path: Path) -> str:
         """Copy the tensors to a file; the digest of what was written.
 
+        Nothing else is loaded meanwhile, so a disk that hangs must not keep everybody waiting.
+
         Raises:
-            EngineFailure: that failed.
+            EngineFailure: that failed, or took too long; the links are closed then.
         """
-        digest: str = await self._links[0].ask({"do": "spill", "path": str(path)})
+        try:
+            async with asyncio.timeout(self._spill_seconds):
+                digest: str = await self._links[0].ask({"do": "spill", "path": str(path)})
+        except TimeoutError:
+            self.close()
+            raise EngineFailure(f"it was not written in {self._spill_seconds:.0f} s") from None
         return digest
 
     async def load(self) -> list[Any]:
@@ -206,11 +217,3 @@ class WorkerLinks:
 async def _connected(folder: Path, rank: int) -> _Link:
     reader, writer = await asyncio.open_unix_connection(folder / str(rank), limit=_MAX_ANSWER_BYTES)
     return _Link(rank, reader, writer)
-
-
-async def closed_after(links: WorkerLinks, work: asyncio.Task[Any] | None) -> None:
-    """Close the links once some work that needs them has ended, one way or another."""
-    if work is not None:
-        with contextlib.suppress(Exception):
-            await asyncio.wait({work})
-    links.close()

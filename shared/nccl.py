@@ -18,7 +18,7 @@ _UINT8 = 1
 _IN_PROGRESS = 7
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21400  # of NCCL 2.14, the first to know the fields below
-_POLL_S = 0.0002
+_POLL_S = 0.00005
 
 
 class NcclError(RuntimeError):

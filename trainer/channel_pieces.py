@@ -38,7 +38,6 @@ def copy_into(buffer: Tensor, origin: int, slots: Sequence[Slot]) -> None:
     torch._foreach_copy_(targets, [slot.source for slot in slots])
 
 
-@torch.no_grad()
 def _slots(layout: Layout, tensors: Iterable[Named], first: torch.dtype | None) -> Iterator[Slot]:
     """Every tensor that has elements, in order.
 
@@ -54,6 +53,16 @@ def _slots(layout: Layout, tensors: Iterable[Named], first: torch.dtype | None) 
             tensor = tensor.to(first)
         if tensor.numel():
             yield Slot(tensor.reshape(-1), DTYPES[spec.dtype], start)
+
+
+def targets(buffer: Tensor, layout: Layout) -> dict[int, Tensor]:
+    """Where each tensor belongs in a buffer that holds all of them, flat, by its first byte."""
+    places = zip(layout.specs, layout.offsets, strict=True)
+    return {
+        start: buffer[start : start + spec.nbytes].view(DTYPES[spec.dtype])
+        for spec, start in places
+        if spec.nbytes
+    }
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from shared.channel import SHARED_NAME, Channel, Layout, Rendezvous
 from shared.cuda import CudaError, DeviceMemory
 from shared.protocol import ReloadResult
 from trainer.background import in_background
-from trainer.channel_pieces import Named, batches, copy_into, pieces
+from trainer.channel_pieces import Named, batches, copy_into, pieces, targets
 
 _PIECES_IN_FLIGHT = 2
 BROKEN = (CudaError, LinkError, nccl.NcclError, OSError)
@@ -43,20 +43,23 @@ class Mapped:
     def __init__(
         self, channel: Channel, layout: Layout, first: torch.dtype | None, device: torch.device
     ) -> None:
-        self._layout, self._first, self._device = layout, first, device
-        self._buffers = [_mapped(end.device, end.handle, channel.nbytes) for end in channel.memory]
+        self._layout, self._first = layout, first
+        buffers = [_mapped(end.device, end.handle, channel.nbytes) for end in channel.memory]
+        self._devices = {device, *(buffer.device for buffer in buffers)}
+        self._targets = [targets(buffer, layout) for buffer in buffers]
 
     def send(self, tensors: Iterable[Named], publish: Callable[[], ReloadResult]) -> ReloadResult:
         for slots in batches(self._layout, tensors, self._first):
-            for buffer in self._buffers:
-                copy_into(buffer, 0, slots)
-        for device in {self._device, *(buffer.device for buffer in self._buffers)}:
+            sources = [slot.source for slot in slots]
+            for places in self._targets:
+                torch._foreach_copy_([places[slot.start] for slot in slots], sources)
+        for device in self._devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return publish()
 
     def close(self) -> None:
-        self._buffers = []
+        self._targets = []
 
 
 class Streamed:

@@ -1,14 +1,15 @@
 """Publishing through GPU memory, beside plain copies of the same bytes, HTTP and vLLM's own engine.
 
-    python tests/bench/bench_channels.py [--dims 0.6b 4b] [--kinds ipc nccl] [--repeats 5]
-        [--device cuda|cpu] [--http] [--kill] [--peer]
+    python tests/bench/bench_channels.py [--dims 0.6b 4b 8b] [--kinds ipc nccl] [--repeats 5]
+        [--device cuda|cpu] [--others http delta disk] [--kill] [--peers nccl disk]
 
 Starts a real server for each model, of random weights, and publishes other random weights to it:
 `ipc` from a process on the same GPU and on the second, `nccl` from the second. With `--device
 cpu`, shared memory and sockets stand in for both. A publish is timed from the call to its answer,
-and to the first token under the new weights. `--http` publishes the same bytes by HTTP, `--kill`
-kills a trainer in the middle of a transfer, `--peer` times vLLM's NCCL weight transfer. Prints one
-JSON line for each result; times are seconds and medians.
+and to the first token under the new weights. `--others` publishes weights as large by HTTP, as a
+delta, and from a directory where somebody wrote them. `--kill` kills a trainer in the middle of a
+transfer. `--peers` times vLLM's NCCL weight transfer, and its `reload_weights` from a directory.
+Prints one JSON line for each result; times are seconds and medians.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_rollout import DIMS, make_model  # type: ignore[import-not-found]
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.channel import Kind, Layout
 from shared.client import RolloutClient
+from shared.delta_sender import DeltaBase
 from shared.errors import TitoError
+from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec
 from trainer.channel_pieces import Named
 from trainer.channels import ChannelSender
@@ -128,6 +134,7 @@ def server(model: Path, log: Path) -> Iterator[tuple[str, RolloutClient]]:
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
     command += ["--max-model-len", str(CONTEXT), "--load-format", "dummy", "--eager"]
     command += ["--kv-cache-gib", "1", "--memory-share", "0.25", "--staging-dir", str(_staging())]
+    command += ["--reload-dirs", str(_written())]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
@@ -150,6 +157,11 @@ def _staging() -> Path:
     return (shared if roomy else Path(tempfile.gettempdir())) / f"bench-channels-{os.getpid()}"
 
 
+def _written() -> Path:
+    """Where checkpoints are written for others to read."""
+    return _staging().with_suffix(".written")
+
+
 def first_token(client: RolloutClient) -> str:
     """Sample one token; the digest of the weights that made it."""
     rollout = client.rollout([PROMPT], group_size=1, max_tokens=1, ignore_eos=True, text=False)
@@ -157,6 +169,79 @@ def first_token(client: RolloutClient) -> str:
 
 
 # What is measured.
+
+
+@dataclass
+class Times:
+    """Of several publishes by the same way.
+
+    Attributes:
+        answers: seconds from the call to its answer.
+        tokens: to the end of a rollout of one token of the new weights.
+        stages: that the server tells.
+    """
+
+    client: RolloutClient
+    answers: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, publish: Callable[[], ReloadResult]) -> None:
+        """One more."""
+        start = time.perf_counter()
+        result = publish()
+        self.answers.append(time.perf_counter() - start)
+        digest = first_token(self.client)
+        self.tokens.append(time.perf_counter() - start)
+        assert digest == result.digest, "the first token is of other weights"
+        self.stages.append(result.timings)
+
+    def told(self, warm_up: int) -> dict[str, Any]:
+        """Medians of all but the first."""
+        stages = self.stages[warm_up:]
+        paused = [sum(s[name] for name in ("pause", "load", "resume")) for s in stages]
+        loads = [s["load"] for s in stages]
+        # Other names for what happens while the answer is awaited, and what nobody accounts for.
+        named_s = [sum(t for name, t in s.items() if name != "copy") for s in stages]
+        return {
+            "seconds": median(self.answers[warm_up:]),
+            "to_first_token": median(self.tokens[warm_up:]),
+            "paused": median(paused),
+            "paused_to_load": median(p / s for p, s in zip(paused, loads, strict=True)),
+            "beyond_stages": median(
+                t - n for t, n in zip(self.answers[warm_up:], named_s, strict=True)
+            ),
+            "all_seconds": [round(t, 4) for t in self.answers],
+            "stages": {name: round(median(s[name] for s in stages), 5) for name in stages[-1]},
+        }
+
+
+@contextlib.contextmanager
+def hops_of(sender: ChannelSender, client: RolloutClient) -> Iterator[dict[str, list[float]]]:
+    """Seconds that the trainer's side of a publish spends in what."""
+    found: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                found[name].append(time.perf_counter() - start)
+
+        return run
+
+    way: Any = sender._way
+    changed: list[tuple[Any, str]] = [
+        (sender, "_await"), (way, "send"), (client, "reload_channel")
+    ]  # fmt: skip
+    for owner, name in changed:
+        setattr(owner, name, timed(name, getattr(owner, name)))
+    try:
+        yield found
+    finally:
+        for owner, name in changed:
+            delattr(owner, name)
 
 
 def publishes(
@@ -173,55 +258,78 @@ def publishes(
     usual = [_seconds(lambda: first_token(client)) for _ in range(repeats)]
     opening = _seconds(lambda: sender.open(None))
     client.await_channel(sender.id, 60.0)
-    answers, tokens, stages, copies = [], [], [], []
+    times, copies = Times(client), []
     try:
-        for index in range(repeats + 2):  # the first finds where everything goes, one more warms up
-            start = time.perf_counter()
-            result = sender.publish(named(versions[index % 2]), None)
-            answered = time.perf_counter() - start
-            digest = first_token(client)
-            token = time.perf_counter() - start
-            assert digest == result.digest, "the first token is of other weights"
-            copies.append(_seconds(lambda: client.await_channel(sender.id, 120.0)))
-            stages.append(result.timings)
-            answers.append(answered)
-            tokens.append(token)
+        with hops_of(sender, client) as hops:
+            for index in range(repeats + 2):  # the first finds where everything goes
+                times.add(partial(sender.publish, named(versions[index % 2]), None))
+                copies.append(_seconds(lambda: client.await_channel(sender.id, 120.0)))
         assert client.policy()["durable"], client.policy()["history"][0]["reason"]
     finally:
         sender.close()
     nbytes = Layout.of(specs).nbytes
     here = torch.device("cuda", 0) if device.type == "cuda" else device
     ceiling = copy_seconds(nbytes, device, here, repeats)
-    paused = [sum(s[name] for name in ("pause", "load", "resume")) for s in stages[2:]]
-    loads = [s["load"] for s in stages[2:]]
+    told = times.told(2)
     report(
         f"{dims} by {kind}" + (" from another GPU" if kind == "ipc" and device != here else ""),
         bytes=nbytes,
-        seconds=median(answers[2:]),
-        to_first_token=median(tokens[2:]),
-        paused=median(paused),
-        paused_to_load=median(p / s for p, s in zip(paused, loads, strict=True)),
+        **told,
         plain_copy=ceiling,
-        seconds_to_copy=median(answers[2:]) / ceiling,
-        first_publish=answers[0],
+        seconds_to_copy=told["seconds"] / ceiling,
+        first_publish=times.answers[0],
         open=opening,
         until_durable=median(copies[2:]),
         token_alone=median(usual),
-        all_seconds=[round(t, 4) for t in answers],
-        stages={name: round(median(s[name] for s in stages[2:]), 5) for name in stages[-1]},
+        hops={name: round(median(spent[2:]), 5) for name, spent in hops.items()},
     )
 
 
 def by_http(
-    client: RolloutClient, dims: str, specs: list[TensorSpec], device: torch.device
+    client: RolloutClient, dims: str, specs: list[TensorSpec], device: torch.device, repeats: int
 ) -> None:
     """The same bytes as an upload."""
-    weights = random_weights(specs, device, 3)
-    client.reload(lazy(weights))
-    weights = random_weights(specs, device, 4)
-    start = time.perf_counter()
-    result = client.reload(lazy(weights))
-    report(f"{dims} by http", seconds=time.perf_counter() - start, stages=result.timings)
+    versions = [lazy(random_weights(specs, device, seed)) for seed in (3, 4)]
+    times = Times(client)
+    for index in range(repeats + 1):
+        times.add(partial(client.reload, versions[index % 2]))
+    report(f"{dims} by http", **times.told(1))
+
+
+def by_delta(
+    client: RolloutClient, dims: str, specs: list[TensorSpec], device: torch.device, repeats: int
+) -> None:
+    """A thirtieth of the values has changed each time, by one unit in the last place."""
+    weights, base, times = random_weights(specs, device, 5), DeltaBase(), Times(client)
+    client.reload(lazy(weights), base=base)
+    for _ in range(repeats + 1):
+        for tensor in weights.values():
+            tensor.view(-1).view(torch.int16)[::30].bitwise_xor_(1)
+        times.add(partial(client.reload, lazy(weights), base=base))
+    report(f"{dims} by delta", **times.told(1))
+
+
+def by_disk(
+    client: RolloutClient, dims: str, specs: list[TensorSpec], device: torch.device, repeats: int
+) -> None:
+    """A file that this process writes and the server reads; in shared memory, if there is room."""
+    weights, times, writing = random_weights(specs, device, 6), Times(client), []
+    folder = _written() / dims
+    folder.mkdir(parents=True)
+    for index in range(repeats + 1):
+        next(iter(weights.values()))[0] += 0.01 * index
+        writing.append(_seconds(lambda: _write(weights, folder)))
+        times.add(partial(client.reload_path, folder))
+    shutil.rmtree(folder)
+    report(f"{dims} by disk", written=median(writing[1:]), **times.told(1))
+
+
+def _write(weights: Tensors, folder: Path) -> None:
+    on_host = {name: tensor.cpu() for name, tensor in weights.items()}
+    save_file(on_host, folder / "model.safetensors", {"format": "pt"})
+
+
+OTHERS = {"http": by_http, "delta": by_delta, "disk": by_disk}
 
 
 def killed(client: RolloutClient, url: str, dims: str, specs: list[TensorSpec], model: Path,
@@ -276,6 +384,49 @@ def be_victim(url: str, model: Path, device: torch.device) -> None:
 
 
 # The peer: vLLM's own engine for weight transfer.
+
+
+def reloading_peer(dims: str, model: Path, specs: list[TensorSpec], repeats: int) -> None:
+    """vLLM's ``reload_weights`` from a directory, paused as its documentation does."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = _written() / "peer"
+    folder.mkdir(parents=True)
+    for file in model.iterdir():
+        shutil.copy(file, folder)
+    writing = [_seconds(partial(_write, random_weights(specs, device, 8), folder)) for _ in "12"]
+
+    async def reloads() -> list[float]:
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(folder), dtype="bfloat16", max_model_len=CONTEXT, enforce_eager=True,
+                kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.4, disable_log_stats=True,
+            )
+        )  # fmt: skip
+        times = []
+        try:
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                await llm.pause_generation(mode="keep", clear_cache=True)
+                path = {"weights_path": str(folder)}
+                await llm.collective_rpc("reload_weights", kwargs=path)
+                await llm.resume_generation()
+                times.append(time.perf_counter() - start)
+        finally:
+            llm.shutdown()
+        return times
+
+    times = asyncio.run(reloads())
+    shutil.rmtree(folder)
+    report(
+        f"{dims} by vLLM's reload_weights, nothing verified",
+        written=writing[1],
+        paused=median(times[1:]),
+        seconds=writing[1] + median(times[1:]),
+        all_seconds=[round(t, 4) for t in times],
+    )
 
 
 def peer(dims: str, model: Path, specs: list[TensorSpec], repeats: int) -> None:
@@ -358,6 +509,9 @@ def peer(dims: str, model: Path, specs: list[TensorSpec], repeats: int) -> None:
     llm.shutdown()
 
 
+PEERS = {"nccl": peer, "disk": reloading_peer}
+
+
 def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -373,9 +527,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", choices=["ipc", "nccl"], default=["ipc", "nccl"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--http", action="store_true", help="of the first model")
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=[])
     parser.add_argument("--kill", action="store_true", help="a trainer of the first model")
-    parser.add_argument("--peer", action="store_true", help="for the last model")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="for the last model")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
     parser.add_argument("--gate", type=Path, help="measure when this file is there")
     parser.add_argument("--victim", help=argparse.SUPPRESS)
@@ -389,8 +543,12 @@ def main() -> None:
     if asked.victim:
         be_victim(asked.victim, asked.model, asked.on)
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        run(asked, Path(scratch))
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            run(asked, Path(scratch))
+    finally:
+        for folder in (_staging(), _written()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(asked: argparse.Namespace, scratch: Path) -> None:
@@ -404,7 +562,7 @@ def run(asked: argparse.Namespace, scratch: Path) -> None:
         servers = {
             dims: stack.enter_context(server(model, (asked.logs or scratch) / f"server-{dims}.log"))
             for dims, model in models.items()
-            if asked.kinds or asked.http or asked.kill
+            if asked.kinds or asked.others or asked.kill
         }
         for _, client in servers.values():
             client.wait_ready(READY_S)
@@ -412,9 +570,9 @@ def run(asked: argparse.Namespace, scratch: Path) -> None:
         while asked.gate is not None and not asked.gate.exists():
             time.sleep(0.1)
         _each(_planned(asked, servers, models, near, far))
-    if asked.peer:
-        dims = asked.dims[-1]
-        _each([partial(peer, dims, models[dims], specs_of(models[dims]), asked.repeats)])
+    dims = asked.dims[-1]
+    for name in asked.peers:
+        _each([partial(PEERS[name], dims, models[dims], specs_of(models[dims]), asked.repeats)])
 
 
 def _planned(
@@ -443,8 +601,11 @@ def _planned(
         if kind in asked.kinds
     ]
     url, client = servers[first]
-    if asked.http:
-        work.insert(3, partial(by_http, client, first, specs[first], near))
+    for dims, (_, to) in servers.items():
+        work += [
+            partial(OTHERS[other], to, dims, specs[dims], near, asked.repeats)
+            for other in asked.others
+        ]
     if asked.kill:
         work.insert(3, partial(killed, client, url, first, specs[first], models[first], far))
     return work

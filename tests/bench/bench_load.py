@@ -1,6 +1,6 @@
 """Weights that lie on the GPU already: digests, a look for NaN, loading, comparing.
 
-    python -m tests.bench.bench_load [--dims 0.6b|4b] [--repeats 7] [--constants]
+    python -m tests.bench.bench_load [--dims 0.6b 4b 8b] [--repeats 7] [--constants]
 
 The bare vLLM model in this process, without an engine, and random tensors with the names of a
 checkpoint of Qwen3 dimensions. Prints one JSON line for each result: medians, beside a plain copy
@@ -24,32 +24,47 @@ import xxhash
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout_server import device_digest
-from rollout_server.device_digest import not_finite, tensor_digests
+from rollout_server import device_digest, digest_plan
+from rollout_server.device_digest import DeviceVerification
 from rollout_server.load_plan import LoadPlan
+from rollout_server.verification import HostVerification, Verification
+from rollout_server.worker_channel import views
+from shared.channel import Layout
+from shared.weights import TensorSpec
 from tests.bench.bench_rollout import DIMS, report
 
-Tensors = dict[str, Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def config_of(dims: str) -> Qwen3Config:
     """As Qwen3, with random weights."""
-    shape: dict[str, Any] = dict(DIMS[dims])
-    config = Qwen3Config(**shape, max_position_embeddings=1024, tie_word_embeddings=True)
+    shape: dict[str, Any] = {"tie_word_embeddings": True, **DIMS[dims]}
+    config = Qwen3Config(**shape, max_position_embeddings=1024)
     config.architectures = ["Qwen3ForCausalLM"]
     return config
 
 
-def checkpoint(config: Qwen3Config, seed: int) -> Tensors:
-    """Random tensors, one after the other in one buffer, as a trainer would send them."""
+def layout_of(config: Qwen3Config) -> Layout:
+    """How a trainer would send its checkpoint."""
     with torch.device("meta"):
-        shapes = {n: p.shape for n, p in Qwen3ForCausalLM(config).named_parameters()}
-    sizes = [shape.numel() for shape in shapes.values()]
-    buffer = torch.empty(sum(sizes), dtype=torch.bfloat16, device=DEVICE)
-    buffer.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
-    pieces = zip(shapes.items(), buffer.split(sizes), strict=True)
-    return {name: piece.view(shape) for (name, shape), piece in pieces}
+        named = list(Qwen3ForCausalLM(config).named_parameters())
+    return Layout.of(TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in named)
+
+
+def random_buffer(layout: Layout, seed: int) -> Tensor:
+    """Random tensors, one after the other."""
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=DEVICE)
+    values = buffer.view(torch.bfloat16)
+    for piece in values.split(1 << 30):
+        piece.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
+    return buffer
+
+
+def looked(verification: Verification, nbytes: int) -> Any:
+    """What is found in a buffer that is there."""
+    verification.begin()
+    verification.arrived(nbytes)
+    return verification.finished()
 
 
 def vllm_model(config: Qwen3Config, folder: Path) -> nn.Module:
@@ -97,15 +112,14 @@ def _wait() -> None:
 class Bench:
     """One model's dimensions."""
 
-    def __init__(self, dims: str, repeats: int, folder: Path) -> None:
+    def __init__(self, dims: str, repeats: int) -> None:
         self._dims, self._repeats = dims, repeats
-        config = config_of(dims)
-        self._sets = [checkpoint(config, seed) for seed in (0, 1)]
-        self._bytes = sum(tensor.nbytes for tensor in self._sets[0].values())
-        self._model = vllm_model(config, folder)
-        spare = torch.empty(self._bytes // 2, dtype=torch.bfloat16, device=DEVICE)
-        whole = next(iter(self._sets[0].values())).as_strided(spare.shape, (1,), 0)
-        self._copy_s = seconds(lambda: spare.copy_(whole), repeats)
+        self._config = config_of(dims)
+        self._layout = layout_of(self._config)
+        self._buffers = [random_buffer(self._layout, seed) for seed in (0, 1)]
+        self._bytes = self._layout.nbytes
+        spare = torch.empty_like(self._buffers[0])
+        self._copy_s = seconds(lambda: spare.copy_(self._buffers[0]), repeats)
         self._say("plain copy", self._copy_s)
 
     def _say(self, what: str, took: float, **more: Any) -> None:
@@ -119,54 +133,79 @@ class Bench:
             **more,
         )
 
-    def digests(self) -> None:
-        """Right for every tensor, and how fast."""
-        tensors = self._sets[0]
-        wrong = [
-            name
-            for name, digest in tensor_digests(tensors).items()
-            if digest != xxhash.xxh3_128_hexdigest(_host_bytes(tensors[name]))
-        ]
-        took = seconds(lambda: tensor_digests(tensors), self._repeats)
-        self._say("digests", took, wrong=wrong)
+    def _verification(self) -> Verification:
         if DEVICE == "cuda":
-            for name, spent in self._kernels(tensors):
-                self._say(f"digests, {name}", spent)
-        took = seconds(lambda: not_finite(tensors), self._repeats)
-        self._say("not finite", took, wrong=not_finite(tensors))
+            return DeviceVerification(self._buffers[0], self._layout)
+        return HostVerification(self._buffers[0], self._layout)
 
-    def _kernels(self, tensors: Tensors) -> Iterator[tuple[str, float]]:
-        """Time on the device of what a call launches."""
+    def digests(self) -> None:
+        """Right for every tensor, and how fast, with the look for values that are not finite."""
+        start = time.perf_counter()
+        verification = self._verification()
+        self._say("tables of the digests", time.perf_counter() - start)
+        found = looked(verification, self._bytes)
+        wanted = [
+            xxhash.xxh3_128_hexdigest(_host_bytes(tensor))
+            for tensor in views(self._buffers[0], self._layout).values()
+        ]
+        wrong = sum(one != other for one, other in zip(found.hashes, wanted, strict=True))
+        took = seconds(lambda: looked(verification, self._bytes), self._repeats)
+        self._say("digests and finite", took, wrong=wrong, not_finite=found.not_finite)
+        if DEVICE == "cuda":
+            for name, spent in self._kernels(verification):
+                self._say(f"digests, {name}", spent)
+            self._in_pieces(found)
+
+    def _in_pieces(self, found: Any) -> None:
+        """What is left to do when the last piece of a broadcast has come."""
+        ends = [end for _, end in self._layout.pieces()]
+        verification = DeviceVerification(self._buffers[0], self._layout, ends)
+        times = []
+        for _ in range(self._repeats + 2):
+            verification.begin()
+            for end in ends[:-1]:
+                verification.arrived(end)
+            _wait()
+            start = time.perf_counter()
+            verification.arrived(ends[-1])
+            agrees = verification.finished() == found
+            times.append(time.perf_counter() - start)
+        self._say("digests, after the last piece", statistics.median(times[2:]), agrees=agrees)
+        self._say("digests, by pieces", seconds(lambda: looked(verification, self._bytes), 3))
+
+    def _kernels(self, verification: Verification) -> Iterator[tuple[str, float]]:
+        """Time on the device of what a look launches; several may run at the same time."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            tensor_digests(tensors)
+            looked(verification, self._bytes)
             _wait()
         for event in profile.key_averages():
-            if event.device_time_total > 50:
+            if event.device_time_total > 20:
                 yield event.key[:40], event.device_time_total / 1e6
 
-    def unrolling(self) -> None:
+    def constants(self) -> None:
         """Whether the constants of the kernels are well chosen."""
-        chosen = device_digest._UNROLL, device_digest._BLOCKS_PER_PROGRAM
-        for unroll, blocks in ((32, 64), (64, 64), (128, 32), (128, 128)):
-            device_digest._UNROLL, device_digest._BLOCKS_PER_PROGRAM = unroll, blocks
-            names = {"block_sums": 0.0, "scan_blocks": 0.0}
-            tensor_digests(self._sets[0])
-            names |= dict(self._kernels(self._sets[0]))
+        chosen = device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM
+        for unroll, blocks in ((32, 32), (128, 128)):
+            device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM = unroll, blocks
+            verification = self._verification()
+            looked(verification, self._bytes)
+            names = {"block_sums": 0.0, "scan_blocks": 0.0} | dict(self._kernels(verification))
             took = {name: names[name] * 1e3 for name in ("block_sums", "scan_blocks")}
             report("constants", dims=self._dims, unroll=unroll, blocks=blocks, **took)
-        device_digest._UNROLL, device_digest._BLOCKS_PER_PROGRAM = chosen
+        device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM = chosen
 
-    def loads(self) -> None:
+    def loads(self, folder: Path) -> None:
         """The plan against the loaders that it was recorded from."""
-        load: Any = self._model.load_weights
+        model = vllm_model(self._config, folder)
+        one, other = (views(buffer, self._layout) for buffer in self._buffers)
+        load: Any = model.load_weights
         with torch.no_grad():
-            took = seconds(lambda: load(self._sets[0].items()), self._repeats)
+            took = seconds(lambda: load(one.items()), self._repeats)
         self._say("peer: vLLM's load_weights", took)
         start = time.perf_counter()
-        plan = LoadPlan.recorded(self._model, self._sets[0])
+        plan = LoadPlan.recorded(model, one)
         _wait()
         self._say("plan recorded", time.perf_counter() - start)
-        one, other = self._sets
         self._say("apply, same storage", seconds(lambda: plan.apply(one), self._repeats))
         stages = iter([other, one] * self._repeats + [other, one, one])
         self._say("apply, other storage", seconds(lambda: plan.apply(next(stages)), self._repeats))
@@ -174,7 +213,7 @@ class Bench:
         wrong = plan.differing(one)
         took = seconds(lambda: plan.differing(one), self._repeats)
         self._say("differing", took, wrong=wrong, unlike=len(plan.differing(other)))
-        name, parameter = list(self._model.named_parameters())[-2]
+        name, parameter = list(model.named_parameters())[-2]
         parameter.data.view(-1).view(torch.int16)[-1] ^= 1
         report("one bit flipped", dims=self._dims, parameter=name, noticed=plan.differing(one))
 
@@ -185,16 +224,21 @@ def _host_bytes(tensor: Tensor) -> memoryview:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--dims", choices=DIMS, default="tiny")
+    parser.add_argument("--dims", nargs="+", choices=DIMS, default=["tiny"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--constants", action="store_true", help="try others, on a GPU")
+    parser.add_argument("--loads", action=argparse.BooleanOptionalAction, default=True)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(asked.dims, asked.repeats, Path(scratch))
-        bench.loads()
+    for dims in asked.dims:
+        bench = Bench(dims, asked.repeats)
         bench.digests()
-        if asked.constants:
-            bench.unrolling()
+        if asked.constants and DEVICE == "cuda":
+            bench.constants()
+        # vLLM builds one model in a process.
+        if asked.loads and dims == asked.dims[-1]:
+            with tempfile.TemporaryDirectory() as scratch:
+                bench.loads(Path(scratch))
+        del bench
     print(json.dumps({"bench": "done", "dims": asked.dims}), flush=True)
 
 

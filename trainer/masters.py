@@ -67,9 +67,9 @@ def widened(parameter: nn.Parameter, finer: Finer) -> Tensor:
 def keep_masters(model: nn.Module, finer: Finer) -> None:
     """Give every trained half-precision weight a master, which gets its gradients from now on."""
     for parameter in halves(model):
-        master = nn.Parameter(widened(parameter, finer))
-        setattr(parameter, _MASTER, master)
-        parameter.register_post_accumulate_grad_hook(_hand_on)
+        setattr(parameter, _MASTER, nn.Parameter(widened(parameter, finer)))
+        untyped: Any = parameter
+        untyped.register_post_accumulate_grad_hook(_hand_on)
     round_masters(model)
 
 

@@ -15,17 +15,25 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from rollout_server.auth import Caller
 from rollout_server.checkpoints import Manifest, reject_if, reject_unfit
 from rollout_server.leases import Leases
+from rollout_server.open_channel import OpenChannel
 from rollout_server.pauses import alive
 from rollout_server.service import Startup
-from rollout_server.worker_links import WorkerLinks, closed_after
+from rollout_server.worker_links import WorkerLinks
 from shared.channel import Channel, Kind, Layout
-from shared.errors import BodyTooLarge, Conflict, Forbidden, NotFound, Problem, TitoError
+from shared.errors import (
+    BodyTooLarge,
+    Conflict,
+    EngineFailure,
+    Forbidden,
+    NotFound,
+    Problem,
+    TitoError,
+)
 from shared.protocol import DEFAULT_POLICY
 from shared.weights import TensorSpec
 
@@ -35,51 +43,6 @@ _LOOK_S = 0.5
 _IDLE_S = 600.0
 _RETRY_S = 1.0
 _REASONS_KEPT = 64
-
-
-@dataclass(slots=True, eq=False)
-class OpenChannel:
-    """A channel, and what is going on in it.
-
-    Attributes:
-        id: names it.
-        owner: name of the caller.
-        fence: of the lease that it belongs to, if there is one.
-        layout: of the buffer.
-        links: to the workers.
-        joining: the workers wait for the trainer.
-        using: done when the publish that is under way in it is.
-        settling: the buffer is being copied to a file, and must stay as it is.
-        used_at: when a publish last ended, by the monotonic clock.
-    """
-
-    id: str
-    owner: str
-    fence: int | None
-    layout: Layout
-    links: WorkerLinks
-    joining: asyncio.Task[None] | None = None
-    using: asyncio.Future[None] | None = None
-    settling: asyncio.Task[None] | None = None
-    used_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def under_way(self) -> asyncio.Future[None] | None:
-        """What has to end before the buffer may be written, and there may be more after it."""
-        work = (self.joining, self.using, self.settling)
-        return next((one for one in work if one is not None and not one.done()), None)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a publish is under way in it."""
-        return self.using is not None and not self.using.done()
-
-    @property
-    def state(self) -> str:
-        """``joining``, ``busy``, or ``open`` while its buffer may be written."""
-        if (work := self.under_way) is None:
-            return "open"
-        return "joining" if work is self.joining else "busy"
 
 
 class Channels:
@@ -193,16 +156,26 @@ class Channels:
         if channel.is_used:
             raise Conflict("a publish is under way in this channel", retry_after=_RETRY_S)
         channel.using = asyncio.get_running_loop().create_future()
+        channel.has_loaded = False
         try:
             yield
+        except EngineFailure as error:
+            if channel.is_given_up and not channel.has_loaded:
+                raise Conflict("the channel was closed; nothing has changed") from error
+            raise
         finally:
             channel.using.set_result(None)
             channel.used_at = time.monotonic()
             if channel.links.is_closed:
                 self.end(channel, "the workers did not answer in time, or have gone")
 
+    def give_up(self, channel: OpenChannel) -> None:
+        """Its owner closes it: a transfer in flight is given up, but not what becomes live."""
+        channel.is_given_up = True
+        self.end(channel, "its owner has closed it")
+
     def end(self, channel: OpenChannel, reason: str) -> None:
-        """Close a channel; what has become live is still copied to its file first."""
+        """Close a channel; what becomes live does so first, and is copied to its file."""
         if self._open is not channel:
             return
         self._open = None
@@ -210,13 +183,10 @@ class Channels:
         while len(self._ended) > _REASONS_KEPT:
             self._ended.popitem(last=False)
         log.info("a channel of %r ends: %s", channel.owner, reason)
-        settling = channel.settling
-        if settling is None or settling.done():
-            channel.links.close()
-            return
-        closing = asyncio.create_task(closed_after(channel.links, settling))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        if not channel.close():
+            closing = asyncio.create_task(channel.closed())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
         """Let go of everything: the server stops."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from ipaddress import ip_address
 from typing import Annotated
 
@@ -61,9 +61,9 @@ async def look(request: Request, id: str, caller: Writer) -> Response:
 
 @router.delete("/{id}", summary="Give a channel's memory back")
 async def close(request: Request, id: str, caller: Writer) -> Response:
-    """A transfer in flight is given up; what is live stays."""
+    """A transfer in flight is given up; what is being loaded becomes live, and keeps its copy."""
     channels = channels_of(request)
-    channels.end(channels.find(id, caller), "its owner has closed it")
+    channels.give_up(channels.find(id, caller))
     return answer(request, {"closed": id})
 
 
@@ -87,6 +87,8 @@ async def publish(
             channels.end(channel, f"a transfer broke off: {error or type(error).__name__}")
             raise
 
+    commit = options.commit
+    options = replace(options, commit=lambda: channel.loading(commit()))
     with channels.used(channel):
         return await publisher.by_channel.publish(
             channel, receive, seconds=channels.seconds, durable=asked.durable, options=options

@@ -401,7 +401,101 @@ class TestNobodyWaitsForEver:
                 sender.publish(named(first.tensors), lease.fence)
 
 
+class TestClosingInTheMiddle:
+    def test_what_is_being_loaded_becomes_live_and_has_its_copy(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loads, goes_on, load = threading.Event(), threading.Event(), Worker.tito_channel_load
+
+        def later(worker: Worker, channel: str) -> dict[str, int]:
+            loads.set()
+            goes_on.wait(30)
+            return load(worker, channel)
+
+        monkeypatch.setattr(Worker, "tito_channel_load", later)
+        opened = server.client.open_channel("ipc", specs_of(first.tensors))
+        with ThreadPoolExecutor(1) as pool:
+            publish = pool.submit(server.client.reload_channel, opened.id, durable=True)
+            assert loads.wait(30)
+            server.client.close_channel(opened.id)
+            with pytest.raises(Conflict, match="its owner has closed it"):
+                server.client.await_channel(opened.id, 0.0)
+            goes_on.set()
+            result = publish.result(30)
+        assert (result.version, result.durable) == (1, True)
+        assert server.engine.calls.count("load") == 0, "nothing had to be restored"
+        eventually(lambda: own_shared_memory() == 0)
+
+    def test_before_that_it_is_given_up(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        verifies, goes_on, verify = threading.Event(), threading.Event(), WorkerChannel._do_verify
+
+        def later(channel: WorkerChannel) -> dict[str, Any]:
+            verifies.set()
+            goes_on.wait(30)
+            return verify(channel)
+
+        monkeypatch.setattr(WorkerChannel, "_do_verify", later)
+        opened = server.client.open_channel("ipc", specs_of(first.tensors))
+        with ThreadPoolExecutor(1) as pool:
+            publish = pool.submit(server.client.reload_channel, opened.id)
+            assert verifies.wait(30)
+            server.client.close_channel(opened.id)
+            with pytest.raises(Conflict, match="closed; nothing has changed"):
+                publish.result(30)
+        goes_on.set()
+        assert server.client.info().version == 0
+        assert "tito_channel_load" not in server.engine.calls
+        eventually(lambda: own_shared_memory() == 0)
+
+    def test_nothing_is_loaded_after_it(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It waits for its turn, which another publish has."""
+        before = make_live(server.client, first)
+        loads, goes_on, load = threading.Event(), threading.Event(), server.engine.load
+
+        async def later(paths: Any) -> None:
+            loads.set()
+            await asyncio.to_thread(goes_on.wait, 30)
+            await load(paths)
+
+        monkeypatch.setattr(server.engine, "load", later)
+        opened = server.client.open_channel("ipc", specs_of(first.tensors))
+        with ThreadPoolExecutor(2) as pool:
+            other = pool.submit(server.client.reload, lazy(sharpened(first, 2).tensors))
+            assert loads.wait(30)
+            publish = pool.submit(server.client.reload_channel, opened.id)
+            states = ["verified", "applying"]
+            eventually(
+                lambda: (
+                    sorted(i["state"] for i in server.client.policy()["history"][:2])
+                    == sorted(states)
+                )
+            )
+            server.client.close_channel(opened.id)
+            goes_on.set()
+            assert other.result(30).version == before + 1
+            with pytest.raises(Conflict, match="has ended"):
+                publish.result(30)
+        assert "tito_channel_load" not in server.engine.calls
+
+
 class TestCopies:
+    def test_a_copy_that_does_not_end_is_given_up(
+        self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hung = threading.Event()
+        monkeypatch.setattr("rollout_server.worker_links._SPILL_S", 0.2)
+        monkeypatch.setattr(WorkerChannel, "_do_spill", lambda *_, **__: hung.wait(30))
+        sender = sender_to(server.client, "ipc", first)
+        result = sender.publish(named(first.tensors), None, durable=True)
+        hung.set()
+        assert not result.durable
+        assert "not written in" in server.client.policy()["history"][0]["reason"]
+        assert server.client.reload(lazy(sharpened(first, 2).tensors)).version == 2
+
     def test_an_engine_that_dies_before_the_copy_goes_back_to_what_there_is(
         self, server: Server, first: Weights, second: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec, stream_checkpoint, stream_length
+from trainer.channels import ChannelSender
 from trainer.tiny_policy import build_tokenizer
 
 VOCABULARY, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 32768, 1024, 3072, 16, 8, 128
@@ -120,11 +121,12 @@ def content(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
+def specs_of(weights: Tensors) -> list[TensorSpec]:
+    return [TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()]
+
+
 def lazy(weights: Tensors) -> list[LazyTensor]:
-    return [
-        LazyTensor(TensorSpec(name, "BF16", tuple(tensor.shape)), partial(content, tensor))
-        for name, tensor in weights.items()
-    ]
+    return [LazyTensor(spec, partial(content, weights[spec.name])) for spec in specs_of(weights)]
 
 
 def size_of(weights: Tensors) -> int:
@@ -193,6 +195,20 @@ def http_copy(weights: Tensors, client: httpx.Client) -> None:
 # The server.
 
 
+class TimedClient(RolloutClient):
+    """Notes when it was told that a channel's buffer is full.
+
+    Attributes:
+        asked_at: that moment.
+    """
+
+    asked_at = 0.0
+
+    def reload_channel(self, id: str, *, durable: bool = False, **target: Any) -> ReloadResult:
+        self.asked_at = time.perf_counter()
+        return super().reload_channel(id, durable=durable, **target)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -200,7 +216,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(model: Path) -> Iterator[RolloutClient]:
+def server(model: Path) -> Iterator[TimedClient]:
     """A real server in a process of its own."""
     port = free_port()
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
@@ -208,7 +224,7 @@ def server(model: Path) -> Iterator[RolloutClient]:
     with (model.parent / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        with RolloutClient(f"http://127.0.0.1:{port}", timeout=1800) as client:
+        with TimedClient(f"http://127.0.0.1:{port}", timeout=1800) as client:
             client.wait_ready(1800)
             yield client
     finally:
@@ -274,20 +290,52 @@ def publish(client: RolloutClient, weights: Tensors, base: DeltaBase | None = No
 median = statistics.median
 
 
-def full_uploads(
-    client: RolloutClient, versions: list[Tensors], repeats: int
-) -> tuple[float, float]:
+class SharedMemory:
+    """Publishes by a channel: written into memory that the server's worker has mapped.
+
+    Args:
+        client: of the server.
+        weights: such as will be published.
+    """
+
+    def __init__(self, client: TimedClient, weights: Tensors) -> None:
+        self._client = client
+        specs, device = specs_of(weights), torch.device("cpu")
+        self._sender = ChannelSender(client, "ipc", specs, first=None, device=device)
+        self.publish(weights)  # warms up
+
+    def publish(self, weights: Tensors) -> Timed:
+        """One publish; the copy that is made of it afterwards is waited for, but not counted."""
+        start = time.perf_counter()
+        named = [(name, partial(_itself, tensor)) for name, tensor in weights.items()]
+        result = self._sender.publish(named, None)
+        total = time.perf_counter() - start
+        written = self._client.asked_at - start
+        self._client.await_channel(self._sender.id, 600.0)
+        return Timed(total, replace(result, timings={"write": written, **result.timings}))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._sender.close()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def full_uploads(client: TimedClient, versions: list[Tensors], repeats: int) -> tuple[float, float]:
     """Full publishes beside plain copies of the same bytes; median seconds, in all and paused."""
     size = size_of(versions[0])
     target = np.zeros(size, np.uint8)
-    runs, by_socket, by_memory, by_http = [], [], [], []
-    with bare_uvicorn() as bare:
+    runs, by_socket, by_memory, by_http, shared = [], [], [], [], []
+    with bare_uvicorn() as bare, contextlib.closing(SharedMemory(client, versions[1])) as memory:
         for index in range(repeats):
             weights = versions[index % 2]
             by_memory.append(seconds(partial(memory_copy, weights, target)))
             by_socket.append(seconds(partial(socket_copy, weights, target.data)))
             by_http.append(seconds(partial(http_copy, weights, bare)))
             runs.append(publish(client, weights))
+            shared.append(memory.publish(weights))
     uploads = [run.result.timings["upload"] for run in runs]
     report("memory copy", bytes=size, seconds=median(by_memory))
     report("loopback socket copy", bytes=size, seconds=median(by_socket))
@@ -297,25 +345,34 @@ def full_uploads(
         seconds=median(by_http),
         ratio_to_socket_copy=ratio(by_http, by_socket),
     )
-    for what, times in (("upload alone", uploads), ("whole publish", [r.total for r in runs])):
+    staged = [sum(run.result.timings[s] for s in ("write", "transfer", "verify")) for run in shared]
+    for what, times in (
+        ("full, upload alone", uploads),
+        ("full, whole publish", [run.total for run in runs]),
+        ("by shared memory, staged and verified", staged),
+        ("by shared memory, whole publish", [run.total for run in shared]),
+    ):
         report(
-            f"full, {what}",
+            what,
             bytes=size,
             seconds=median(times),
             ratio_to_socket_copy=ratio(times, by_socket),
             ratio_to_memory_copy=ratio(times, by_memory),
             ratio_to_bare_uvicorn=ratio(times, by_http),
         )
-    pauses = median(paused(run.result) for run in runs)
+    by_stage("full", runs)
+    by_stage("by shared memory", shared)
+    return median(run.total for run in runs), median(paused(run.result) for run in runs)
+
+
+def by_stage(what: str, runs: list[Timed]) -> None:
+    """Where the time of publishes went."""
+    stages = runs[0].result.timings
     report(
-        "full, by stage",
-        paused_seconds=pauses,
-        **{
-            stage: median(run.result.timings[stage] for run in runs)
-            for stage in runs[0].result.timings
-        },
+        f"{what}, by stage",
+        paused_seconds=median(paused(run.result) for run in runs),
+        **{stage: median(run.result.timings[stage] for run in runs) for stage in stages},
     )
-    return median(run.total for run in runs), pauses
 
 
 def ratio(these: Sequence[float], those: Sequence[float]) -> float:

@@ -53,6 +53,14 @@ def attend(
     return found[0], found[1]
 
 
+def wants_copies(query: Tensor) -> bool:
+    """Whether :func:`attend_back` is quicker with a key and a value head for each query head.
+
+    Flash attention makes one gradient for each query head in any case, and is slow to sum them.
+    """
+    return suits_flash(query)
+
+
 def attend_back(
     slope: Tensor,
     query: Tensor,

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.attention_pair import Rows, attend, attend_back
-from trainer.layer_kernels import gate, gate_back, rotate, rotate_back
+from trainer.attention_pair import Rows, attend, attend_back, wants_copies
+from trainer.layer_kernels import Turn, gate, gate_back, rotate, rotate_back
 from trainer.norm_kernels import add_and_norm, norm, norm_slopes, programs_for
 
 
@@ -150,17 +150,21 @@ def _heads(projected: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _rotated(projected: Tensor, w: Weights, form: Form, rows: Rows) -> tuple[Tensor, ...]:
-    q, k, v = _heads(projected, form)
-    turned = q.new_empty(q.shape), k.new_empty(k.shape)
-    for x, weight, out in zip((q, k), (w.q_norm, w.k_norm), turned, strict=True):
-        rotate(x, weight, rows.cos, rows.sin, form.eps, out)
-    return *turned, v
+def _turns(w: Weights, form: Form, rows: Rows) -> tuple[Turn, Turn, Turn]:
+    """For queries, keys and values; the last stay as they are."""
+    return (
+        Turn(w.q_norm, form.eps, rows.cos, rows.sin),
+        Turn(w.k_norm, form.eps, rows.cos, rows.sin),
+        Turn(None, form.eps, None, None),
+    )
 
 
 def _attend(projected: Tensor, w: Weights, form: Form, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    q, k, v = _rotated(projected, w, form, rows)
-    return attend(q, k, v, rows, form.scale)
+    q, k, v = _heads(projected, form)
+    turned = q.new_empty(q.shape), k.new_empty(k.shape)
+    for x, how, out in zip((q, k), _turns(w, form, rows), turned, strict=False):
+        rotate(x, how, out)
+    return attend(*turned, v, rows, form.scale)
 
 
 def _mlp_back(
@@ -193,17 +197,20 @@ def _attention_back(
     sums: _NormSums,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Gradient of x, and of the weights by name."""
-    q, k, v = _rotated(projected, w, form, rows)
+    raw, turns = _heads(projected, form), _turns(w, form, rows)
+    heads = [form.heads] * 3 if wants_copies(attended) else [x.shape[1] for x in raw]
+    turned = [x.new_empty((len(x), n, form.width)) for x, n in zip(raw, heads, strict=True)]
+    for before, how, after in zip(raw, turns, turned, strict=True):
+        rotate(before, how, after)
+    q, k, v = turned
     slopes = attend_back(
         (dh @ w.o).view_as(attended), q, k, v, attended, normaliser, rows, form.scale
     )
     slope = torch.empty_like(projected)
-    dq, dk, dv = _heads(slope, form)
-    raw_q, raw_k, _ = _heads(projected, form)
-    turn = rows.cos, rows.sin, form.eps
-    rotate_back(raw_q, w.q_norm, *turn, slopes[0], dq, sums.q)
-    rotate_back(raw_k, w.k_norm, *turn, slopes[1], dk, sums.k)
-    dv.copy_(slopes[2])
+    for before, how, after, into, total in zip(
+        raw, turns, slopes, _heads(slope, form), (sums.q, sums.k, sums.q), strict=True
+    ):
+        rotate_back(before, how, after, into, total)
     together = torch.cat((w.q, w.k, w.v))
     sizes = [len(w.q), len(w.k), len(w.v)]
     normed = norm(x, w.input_norm, form.eps)

@@ -8,6 +8,8 @@ b, normalised, turn into ``a cos - b sin`` and ``b cos + a sin``.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,12 +35,14 @@ def _rotate_kernel(  # noqa: PLR0913, PLR0917
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NORM: tl.constexpr,
+    TURN: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < HALF)[None, :]
-    token, head = row // HEADS, (row % HEADS) * (2 * HALF)
-    at = (token * x_stride + head)[:, None] + column[None, :]
+    token, head = row // HEADS, row % HEADS
+    at = (token * x_stride + head * (2 * HALF))[:, None] + column[None, :]
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -47,12 +51,15 @@ def _rotate_kernel(  # noqa: PLR0913, PLR0917
         mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF)
         scale = (1.0 / tl.sqrt(mean + eps))[:, None]
         a, b = a * scale * wa[None, :], b * scale * wb[None, :]
-    turn = (token * (2 * HALF))[:, None] + column[None, :]
-    c = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-    at = (token * y_stride + head)[:, None] + column[None, :]
-    tl.store(y + at, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(y + at + HALF, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+    if TURN:
+        turn = (token * (2 * HALF))[:, None] + column[None, :]
+        c = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+        a, b = a * c - b * s, b * c + a * s
+    for copy in tl.static_range(COPIES):
+        at = (token * y_stride + (head * COPIES + copy) * (2 * HALF))[:, None] + column[None, :]
+        tl.store(y + at, a.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + at + HALF, b.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -75,6 +82,8 @@ def _rotate_back_kernel(  # noqa: PLR0913, PLR0917
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NORM: tl.constexpr,
+    TURN: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     if NORM:
@@ -85,16 +94,21 @@ def _rotate_back_kernel(  # noqa: PLR0913, PLR0917
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < HALF)[None, :]
-        token, head = row // HEADS, (row % HEADS) * (2 * HALF)
-        turn = (token * (2 * HALF))[:, None] + column[None, :]
-        c = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
-        at = (token * dy_stride + head)[:, None] + column[None, :]
-        da = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        db = tl.load(dy + at + HALF, mask=inside, other=0.0).to(tl.float32)
-        ga, gb = da * c + db * s, db * c - da * s
+        token, head = row // HEADS, row % HEADS
+        ga = tl.zeros([ROWS, COLUMNS], tl.float32)
+        gb = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for copy in tl.static_range(COPIES):
+            at = token * dy_stride + (head * COPIES + copy) * (2 * HALF)
+            at = at[:, None] + column[None, :]
+            ga += tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            gb += tl.load(dy + at + HALF, mask=inside, other=0.0).to(tl.float32)
+        if TURN:
+            turn = (token * (2 * HALF))[:, None] + column[None, :]
+            c = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+            s = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+            ga, gb = ga * c + gb * s, gb * c - ga * s
         if NORM:
-            at = (token * x_stride + head)[:, None] + column[None, :]
+            at = (token * x_stride + head * (2 * HALF))[:, None] + column[None, :]
             a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
             mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF)
@@ -105,7 +119,7 @@ def _rotate_back_kernel(  # noqa: PLR0913, PLR0917
             ga, gb = ga * wa[None, :], gb * wb[None, :]
             along = ((tl.sum(ga * a, 1) + tl.sum(gb * b, 1)) / (2 * HALF))[:, None]
             ga, gb = (ga - a * along) * scale, (gb - b * along) * scale
-        at = (token * dx_stride + head)[:, None] + column[None, :]
+        at = (token * dx_stride + head * (2 * HALF))[:, None] + column[None, :]
         tl.store(dx + at, ga.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + at + HALF, gb.to(dx.dtype.element_ty), mask=inside)
     if NORM:
@@ -144,44 +158,56 @@ def _gate_back_kernel(gate_and_up, dy, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(at + WIDTH, (d * silu).to(gate_and_up.dtype.element_ty), mask=inside)
 
 
-def rotate(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, out: Tensor
-) -> None:
-    """Turn heads by their position, after their norm if they have one.
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What happens to heads between projection and attention.
+
+    Attributes:
+        weight: ``[D]`` of their norm; None: there is none.
+        eps: of the norm.
+        cos, sin: ``[T, D]``, contiguous, whose two halves are the same; None: they are not turned.
+    """
+
+    weight: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def rotate(x: Tensor, how: Turn, out: Tensor) -> None:
+    """Normalise and turn heads by their position, each into as many copies as there is room for.
 
     Args:
         x, out: ``[T, heads, D]``, whose strides may differ between tokens alone.
-        weight: ``[D]`` of the norm.
-        cos, sin: ``[T, D]``, contiguous, whose two halves are the same.
     """
-    how, rows = _tiling(x), x.shape[0] * x.shape[1]
-    _rotate_kernel[(triton.cdiv(rows, how["ROWS"]),)](
-        x, x if weight is None else weight, cos, sin, out, rows, eps, x.stride(0), out.stride(0),
-        **how, NORM=weight is not None,
+    tiling, rows = _tiling(x), x.shape[0] * x.shape[1]
+    _rotate_kernel[(triton.cdiv(rows, tiling["ROWS"]),)](
+        x, *_pointers(x, how), out, rows, how.eps, x.stride(0), out.stride(0),
+        **tiling, **_flags(how), COPIES=out.shape[1] // x.shape[1],
     )  # fmt: skip
 
 
-def rotate_back(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    dy: Tensor,
-    dx: Tensor,
-    partial: Tensor,
-) -> None:
-    """Gradient of ``x`` in :func:`rotate`, into ``dx``; arguments as there.
+def rotate_back(x: Tensor, how: Turn, dy: Tensor, dx: Tensor, partial: Tensor) -> None:
+    """Gradient of ``x`` in :func:`rotate`, into ``dx``, from that of all copies.
 
     Args:
         partial: float32 ``[P, D]``, whose sum over programs will be the gradient of the weight;
             left alone without one, and read for their number.
     """
     _rotate_back_kernel[(len(partial),)](
-        x, x if weight is None else weight, cos, sin, dy, dx, partial, x.shape[0] * x.shape[1],
-        eps, x.stride(0), dy.stride(0), dx.stride(0), partial.stride(0),
-        **_tiling(x), NORM=weight is not None,
+        x, *_pointers(x, how), dy, dx, partial, x.shape[0] * x.shape[1], how.eps, x.stride(0),
+        dy.stride(0), dx.stride(0), partial.stride(0),
+        **_tiling(x), **_flags(how), COPIES=dy.shape[1] // x.shape[1],
     )  # fmt: skip
+
+
+def _pointers(x: Tensor, how: Turn) -> tuple[Tensor, ...]:
+    """Something in the place of what is not there, and not read."""
+    return tuple(x if y is None else y for y in (how.weight, how.cos, how.sin))
+
+
+def _flags(how: Turn) -> dict[str, bool]:
+    return {"NORM": how.weight is not None, "TURN": how.cos is not None}
 
 
 def gate(gate_and_up: Tensor) -> Tensor:

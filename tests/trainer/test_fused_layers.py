@@ -262,7 +262,7 @@ def test_without_a_gpu_layers_stay_as_they_are() -> None:
 
 
 if __name__ == "__main__":
-    from trainer import fusing, layer_kernels, norm_kernels
+    from trainer import fused_layers, fusing, layer_kernels, norm_kernels
 
     fusing._PROBE_LENGTHS = (5, 1, 9)
     # Several programs and blocks even for what is tiny.
@@ -271,6 +271,9 @@ if __name__ == "__main__":
     for each in KINDS:
         for part in SHARES[1::2]:
             compare(each, part, "cpu")
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU in half precision
+        patch.setattr(fused_layers, "wants_copies", lambda _: True)
+        compare("qwen3", 0.0, "cpu")
     check_what_is_kept()
     check_other_computation_is_refused()
     check_a_second_backward_pass_is_refused()

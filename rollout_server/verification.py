@@ -5,6 +5,7 @@ The look begins while the buffer is still being filled, so that little is left t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from rollout_server.tensor_check import TensorLook
 from shared.channel import Layout
+
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Verification(Protocol):
 
 
 class HostVerification:
-    """In the host's memory, by a thread of its own.
+    """In the host's memory, by threads of its own.
 
     Args:
         flat: the buffer.
@@ -59,7 +62,7 @@ class HostVerification:
 
     def __init__(self, flat: Tensor, layout: Layout) -> None:
         self._bytes, self._layout = flat.numpy().data, layout
-        self._thread = ThreadPoolExecutor(1, "tito-verify")
+        self._threads = ThreadPoolExecutor(_THREADS, "tito-verify")
         self._pending: list[Future[None]] = []
         self.begin()
 
@@ -70,12 +73,15 @@ class HostVerification:
         self._next, self._seen = 0, 0
 
     def arrived(self, end: int) -> None:
-        self._pending.append(self._thread.submit(self._look, self._seen, end))
+        for index, low, high in self._parts(self._seen, end):
+            begun = self._pending[-1] if low > self._layout.offsets[index] else None
+            self._pending.append(self._threads.submit(self._look, index, low, high, begun))
         self._seen = end
 
-    def _look(self, start: int, end: int) -> None:
-        for index, low, high in self._parts(start, end):
-            self._looks[index].update(self._bytes[low:high])
+    def _look(self, index: int, low: int, high: int, begun: Future[None] | None) -> None:
+        if begun is not None:
+            begun.result()  # a tensor is hashed from its first byte to its last
+        self._looks[index].update(self._bytes[low:high])
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The tensors that have some of these bytes, and which."""
@@ -97,4 +103,4 @@ class HostVerification:
         return Verdict([result.hash for result in results], broken)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -105,7 +105,9 @@ class WorkerChannel(threading.Thread):
         # It has no name that could outlive this process.
         self._file = os.memfd_create(SHARED_NAME)
         os.posix_fallocate(self._file, 0, self.layout.nbytes)
-        return torch.frombuffer(mmap.mmap(self._file, self.layout.nbytes), dtype=torch.uint8)
+        there = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no publish has to wait for a page
+        content = mmap.mmap(self._file, self.layout.nbytes, flags=there)
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def _looking(self) -> Verification:
         if self._device.type != "cuda":

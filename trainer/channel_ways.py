@@ -175,7 +175,8 @@ def _mapped(device: str, handle: str, nbytes: int) -> Tensor:
         raise OSError(f"the server names a file that is no channel's: {handle[:80]!r}")
     descriptor = os.open(handle, os.O_RDWR)
     try:
-        content = mmap.mmap(descriptor, nbytes)
+        there = mmap.MAP_SHARED | mmap.MAP_POPULATE  # twice as fast to write to from the start
+        content = mmap.mmap(descriptor, nbytes, flags=there)
     finally:
         os.close(descriptor)
     return torch.frombuffer(content, dtype=torch.uint8)

@@ -27,6 +27,8 @@ class Held:
         client: to whom they go.
         scored: its log-probabilities are wanted.
         token_ids, logprobs, ranks: one for each token; the latter two are empty unless ``scored``.
+        request, ends, most: vLLM's own, the tokens that end it, and how many of them it may have;
+            ``most`` is 0 if anything else could end it.
     """
 
     client: int
@@ -34,6 +36,9 @@ class Held:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    request: Any = None
+    ends: frozenset[int | None] = frozenset()
+    most: int = 0
 
     def fill(self, output: Any) -> None:
         """Move everything into a message of the engine's, an ``EngineCoreOutput``."""
@@ -95,23 +100,27 @@ class Holding:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """One step's tokens: those of samples that go on are kept, all others leave."""
         sampled = self._take_logprobs(model_runner_output)
-        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        left = self._go_on(scheduler_output, model_runner_output, sampled)
+        outputs: dict[int, Any] = super().update_from_output(left, model_runner_output)  # type: ignore[misc]
         for batch in outputs.values():
             batch.outputs = [output for output in batch.outputs if self._leaves(output, sampled)]
         return outputs
 
-    def _take_logprobs(self, step: Any) -> Sampled | None:
-        """The log-probabilities of a step, taken away from vLLM; None if it has to slice them.
+    def _go_on(self, scheduled: Any, _made: Any, _sampled: Sampled | None) -> Any:
+        """Deal with requests that vLLM need not look at; returns the step without them."""
+        return scheduled
 
-        It makes three arrays for each request of a step, which is dear. It still has to where some
-        request is not held, or has several tokens.
+    def _take_logprobs(self, step: Any) -> Sampled | None:
+        """The log-probabilities of a step's tokens; None if there are none, or several a request.
+
+        They are taken away from vLLM, which makes three arrays of them for each request, unless
+        some request is not held.
         """
         logprobs = step.logprobs
         if logprobs is None or logprobs.cu_num_generated_tokens is not None:
             return None
-        if len(self.held) < len(self.requests):
-            return None
-        step.logprobs = None
+        if len(self.held) == len(self.requests):
+            step.logprobs = None
         return Sampled(
             step.req_id_to_index,
             logprobs.logprobs[:, 0].tolist(),
@@ -149,17 +158,16 @@ def _keep(held: Held, output: Any, sampled: Sampled | None) -> None:
     held.token_ids += output.new_token_ids
     if not held.scored:
         return
-    if sampled is None:
-        if (made := output.new_logprobs) is not None:
-            held.logprobs += made.logprobs[:, 0].tolist()
-            held.ranks += made.sampled_token_ranks.tolist()
-    elif output.new_token_ids:
+    if (made := output.new_logprobs) is not None:
+        held.logprobs += made.logprobs[:, 0].tolist()
+        held.ranks += made.sampled_token_ranks.tolist()
+    elif sampled is not None and output.new_token_ids:
         row = sampled.rows[output.request_id]
         held.logprobs.append(sampled.logprobs[row])
         held.ranks.append(sampled.ranks[row])
 
 
-def hold_outputs() -> None:
+def hold_outputs(mixin: type[Holding] = Holding) -> None:
     """Make the scheduler of this process hold, and its engine send what is held when it is due."""
     from vllm.config import SchedulerConfig
     from vllm.v1.engine.core import EngineCoreProc
@@ -172,7 +180,7 @@ def hold_outputs() -> None:
 
     def get_scheduler_cls(self: Any) -> type:
         plain = scheduler_class(self)
-        return type(f"Holding{plain.__name__}", (Holding, plain), {})
+        return type(f"Holding{plain.__name__}", (mixin, plain), {})
 
     def send_abort_outputs(self: Any, aborted: Any) -> None:
         _send(self, self.scheduler.ended.items())

@@ -66,6 +66,9 @@ class ServerSettings(BaseSettings):
     eager: bool | None = _setting(
         None, "Engine", "No compilation or CUDA graphs; on by default on CPU only."
     )
+    quick_steps: bool = _setting(
+        True, "Engine", "Book what a step of the engine did in fewer operations than vLLM does."
+    )
     max_loras: int = _setting(
         0, "Engine", "LoRA adapters that may run in one batch; 0 takes none.", ge=0
     )

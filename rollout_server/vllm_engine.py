@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_server.engine import Adapter, Completion, EngineDied, Scored, VersionSpan
 from rollout_server.heap import freeze_heap
+from rollout_server.sampled_scores import UNRANKED
 from rollout_server.settings import ServerSettings
 from rollout_server.start_failure import reason_told
-from rollout_server.worker_plugin import PARENT_VARIABLE
+from rollout_server.worker_plugin import PARENT_VARIABLE, QUICK_VARIABLE
 from shared import tracing
 from shared.errors import EngineFailure
 from shared.protocol import FinishReason, PauseMode
@@ -51,6 +52,7 @@ class VLLMEngine:
 
         self.held = False
         os.environ[PARENT_VARIABLE] = str(os.getpid())
+        os.environ[QUICK_VARIABLE] = str(int(settings.quick_steps))
         # On GPUs vLLM would fork, and a forked process does not load plugins again: it would go on
         # without a server, and without what else the worker plugin does for it.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -272,6 +274,7 @@ def _params(sampling: SamplingSettings, n: int) -> SamplingParams:
         # Text is decoded once, by us; the engine needs it only to look for stop strings.
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={UNRANKED: True},
     )
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from rollout_server.decode_steps import DecodeSteps
 from rollout_server.device_staging import DeviceStaging
-from rollout_server.holding import hold_outputs
+from rollout_server.holding import Holding, hold_outputs
+from rollout_server.sampled_scores import score_sampled_tokens
 from rollout_server.start_failure import keep_reason
 from rollout_server.weight_check import Repacking, check_weights
 from rollout_server.weight_receiver import WeightReceiver
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 PARENT_VARIABLE = "TITO_ENGINE_PARENT"
+QUICK_VARIABLE = "TITO_ENGINE_QUICK"
 
 
 def prepare_process() -> None:
@@ -40,9 +43,25 @@ def prepare_process() -> None:
     if server and server != os.getpid():
         threading.Thread(target=_end_with, args=(server,), daemon=True).start()
         keep_reason()
-        hold_outputs()
+        quick = os.environ.get(QUICK_VARIABLE) == "1"
+        hold_outputs(DecodeSteps if quick else Holding)
+        if quick:
+            score_sampled_tokens()
+        _mend_cpu_attention()
         _mend_cpu_lora()
         _mend_cpu_seeds()
+
+
+def _mend_cpu_attention() -> None:
+    """Ask the kernel for the processor's tiles (AMX), which vLLM's attention uses unasked.
+
+    Where nothing else in the process has asked before, the first step would be its end (SIGILL).
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _mend_cpu_lora() -> None:

@@ -2,14 +2,16 @@
 
     python tests/bench/bench_rollout.py [--dims tiny|0.6b|4b | --model PATH] [--prompts 32]
         [--group-size 8] [--max-tokens 128] [--sequences 64 256] [--repeats 5] [--connections 4]
-        [--ways a packed c]
+        [--ways a packed c e f] [--servers 2] [--limit 900]
 
 In one run, with the same model, prompts and sampling: (a) vLLM's AsyncLLM in this process, one
-request a group, (b) `/rollout`, packed, streamed, plain and JSON, (c) `/v1/completions` of `vllm
-serve` with token ids and logprobs, and (d) its route from token ids to token ids, each asked for
-one group at a time over as many connections as there are groups. All engines are up all the time,
-and idle but for one; each repeat measures every way once. Prints one JSON line for each result;
-numbers are medians over the repeats, ratios medians of the ratios within one repeat.
+request a group, (b) `/rollout`, packed, plain and JSON, (c) `/v1/completions` of `vllm serve` with
+token ids and logprobs, (d) its route from token ids to token ids, each asked for one group at a
+time over as many connections as there are groups, and, if asked for, (e) `/rollout` with
+`--no-quick-steps`, and (f) several `/rollout` servers that share the sequences. All engines that
+are needed are up all the time, and idle but for one; each repeat measures every way once. Prints
+one JSON line for each result; numbers are medians over the repeats, ratios medians of the ratios
+to the first way within one repeat. A way that takes longer than `--limit` seconds is an error.
 """
 
 from __future__ import annotations
@@ -67,8 +69,29 @@ DIMS: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 """Shapes of Qwen3 models; their weights are random, and what they say is noise."""
+
+RAW = "(a) raw engine"
+ROLLOUT_WAYS: dict[str, dict[str, Any]] = {
+    "(b) /rollout, packed": {"packed": True, "accept": MSGPACK},
+    "(b) /rollout, plain msgpack": {"packed": False, "accept": MSGPACK},
+    "(b) /rollout, JSON": {"packed": False, "accept": JSON},
+}
+COMPLETIONS = "(c) /v1/completions"
+GENERATE = "(d) /inference/v1/generate"
+PLAIN_STEPS = "(e) /rollout, vLLM's own steps"
+SEVERAL = "(f) /rollout, several servers"
 
 FLOOD = 2048
 """Samples that are asked for at once, over fifty connections."""
@@ -137,7 +160,8 @@ Way = Callable[[Work], Awaitable[Measured]]
 def make_model(folder: Path, dims: dict[str, int], context: int) -> Path:
     """A folder with a config and a tokenizer, without weights."""
     shape: dict[str, Any] = dict(dims)
-    config = Qwen3Config(**shape, max_position_embeddings=context, tie_word_embeddings=True)
+    shape.setdefault("tie_word_embeddings", True)
+    config = Qwen3Config(**shape, max_position_embeddings=context)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     words = {f"t{index}": index for index in range(dims["vocab_size"])}
@@ -278,12 +302,12 @@ def probe(url: str) -> None:
 # (b) `/rollout`.
 
 
-def rollout_way(server: Server, *, packed: bool, accept: str) -> Way:
-    """Prompts shared out over connections; text is not asked for, as of the raw engine."""
+def rollout_way(servers: Sequence[Server], *, packed: bool, accept: str) -> Way:
+    """Prompts shared out over connections, and these over servers; text is not asked for."""
 
     async def ask(client: httpx.AsyncClient, work: Work, share: int, result: Measured) -> None:
         body = {
-            "prompts": work.prompts[share :: work.connections],
+            "prompts": work.prompts[share :: max(work.connections, len(servers))],
             "group_size": work.group_size,
             "packed": packed,
             "text": False,
@@ -298,9 +322,16 @@ def rollout_way(server: Server, *, packed: bool, accept: str) -> Way:
         assert all(len(sample.logprobs) == work.max_tokens for sample in samples)
 
     async def way(work: Work) -> Measured:
-        async with _client(server, work) as client, server.measured("/healthz") as result:
-            shares = range(min(work.connections, len(work.prompts)))
-            await asyncio.gather(*(ask(client, work, share, result) for share in shares))
+        first, *others = servers
+        before = sum(server.cpu() for server in others)
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(_client(one, work)) for one in servers]
+            result = await stack.enter_async_context(first.measured("/healthz"))
+            shares = range(min(max(work.connections, len(servers)), len(work.prompts)))
+            await asyncio.gather(
+                *(ask(clients[share % len(clients)], work, share, result) for share in shares)
+            )
+        result.cpu += sum(server.cpu() for server in others) - before
         return result
 
     return way
@@ -366,6 +397,25 @@ def vllm_way(
     return way
 
 
+def vllm_ways(server: Server, model: str, names: Sequence[str]) -> dict[str, Way]:
+    """Those of vLLM's own routes that were asked for."""
+    ways = {
+        COMPLETIONS: vllm_way(
+            server,
+            "/v1/completions",
+            lambda work, prompt: completions_body(model, work, prompt),
+            completions_arrays,
+        ),
+        GENERATE: vllm_way(
+            server,
+            "/inference/v1/generate",
+            lambda work, prompt: generate_body(model, work, prompt),
+            generate_arrays,
+        ),
+    }
+    return {name: ways[name] for name in names}
+
+
 def _client(server: Server, work: Work) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=len(work.prompts) + 1)
     return httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits)
@@ -374,14 +424,20 @@ def _client(server: Server, work: Work) -> httpx.AsyncClient:
 # Everything together.
 
 
-async def compare(ways: dict[str, Way], work: Work, repeats: int, **setting: Any) -> None:
-    """Each way once a repeat, after one round to warm up."""
+async def compare(
+    ways: dict[str, Way], work: Work, repeats: int, limit: float, **setting: Any
+) -> None:
+    """Each way once a repeat, after one round to warm up.
+
+    Raises:
+        TimeoutError: a way took longer than ``limit`` seconds.
+    """
     runs: dict[str, list[Measured]] = {name: [] for name in ways}
     short = replace(work, max_tokens=min(work.max_tokens, _WARM_UP_TOKENS))
     for repeat in range(repeats + 1):
         for name, way in ways.items():
             print(f"{name}, {'repeat' if repeat else 'warm-up'} {repeat}", file=sys.stderr)
-            measured = await way(work if repeat else short)
+            measured = await asyncio.wait_for(way(work if repeat else short), limit)
             if repeat:
                 runs[name].append(measured)
     base = runs[next(iter(ways))]
@@ -444,30 +500,34 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
 
     async def all_ways() -> None:
         with contextlib.ExitStack() as stack:
-            tito = stack.enter_context(started(ours, scratch / "tito.log"))
-            vllm = stack.enter_context(started(theirs, scratch / "vllm.log"))
-            raw = stack.enter_context(raw_engine(engine))
-            tito.wait_ready("/readyz")
-            vllm.wait_ready("/health")
-            ways: dict[str, Way] = {
-                "(a) raw engine": raw,
-                "(b) /rollout, packed": rollout_way(tito, packed=True, accept=MSGPACK),
-                "(b) /rollout, plain msgpack": rollout_way(tito, packed=False, accept=MSGPACK),
-                "(b) /rollout, JSON": rollout_way(tito, packed=False, accept=JSON),
-                "(c) /v1/completions": vllm_way(
-                    vllm,
-                    "/v1/completions",
-                    lambda work, prompt: completions_body(str(model), work, prompt),
-                    completions_arrays,
-                ),
-                "(d) /inference/v1/generate": vllm_way(
-                    vllm,
-                    "/inference/v1/generate",
-                    lambda work, prompt: generate_body(str(model), work, prompt),
-                    generate_arrays,
-                ),
-            }
-            chosen = {name: way for name, way in ways.items() if _chosen(name, asked.ways)}
+
+            def start(command: Sequence[str], count: int = 1) -> list[Server]:
+                number = len(list(scratch.glob("*.log")))
+                logs = [scratch / f"{number + i}.log" for i in range(count)]
+                return [stack.enter_context(started(command, log)) for log in logs]
+
+            def chosen(*names: str) -> list[str]:
+                return [name for name in names if _chosen(name, asked.ways)]
+
+            tito = start(ours) if chosen(*ROLLOUT_WAYS) or asked.flood else []
+            vllm = start(theirs) if chosen(COMPLETIONS, GENERATE) else []
+            plain = start([*ours, "--no-quick-steps"]) if chosen(PLAIN_STEPS) else []
+            several = start(share_of(ours, asked), asked.servers) if chosen(SEVERAL) else []
+            ways: dict[str, Way] = {}
+            if chosen(RAW):
+                ways[RAW] = stack.enter_context(raw_engine(engine))
+            for server in (*tito, *plain, *several):
+                server.wait_ready("/readyz")
+            for server in vllm:
+                server.wait_ready("/health")
+            for name in chosen(*ROLLOUT_WAYS):
+                ways[name] = rollout_way(tito, **ROLLOUT_WAYS[name])
+            if vllm:
+                ways |= vllm_ways(vllm[0], str(model), chosen(COMPLETIONS, GENERATE))
+            if plain:
+                ways[PLAIN_STEPS] = rollout_way(plain, packed=True, accept=MSGPACK)
+            if several:
+                ways[SEVERAL] = rollout_way(several, packed=True, accept=MSGPACK)
             for count in asked.prompts:
                 work = Work(
                     prompts(count, asked.prompt_tokens),
@@ -476,10 +536,18 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
                     asked.connections,
                 )
                 in_flight = min(sequences, count * asked.group_size)
-                await compare(chosen, work, asked.repeats, sequences=sequences, in_flight=in_flight)
+                await compare(
+                    ways,
+                    work,
+                    asked.repeats,
+                    asked.limit,
+                    sequences=sequences,
+                    in_flight=in_flight,
+                )
             if not asked.flood:
                 return
-            flooded = [await ways["(b) /rollout, packed"](flood) for _ in range(asked.repeats)]
+            flooding = rollout_way(tito, packed=True, accept=MSGPACK)
+            flooded = [await flooding(flood) for _ in range(asked.repeats)]
             report(
                 "(b) /rollout, many samples at once",
                 sequences=sequences,
@@ -492,9 +560,20 @@ def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Pat
     asyncio.run(all_ways())
 
 
+def share_of(command: Sequence[str], asked: argparse.Namespace) -> list[str]:
+    """The command of one of several servers, each for its share of sequences and of cache."""
+    share = list(command)
+    for flag, kind in (("--max-num-seqs", int), ("--kv-cache-gib", float)):
+        place = share.index(flag) + 1
+        share[place] = str(kind(float(share[place]) / asked.servers))
+    return share
+
+
 def _chosen(name: str, asked: Sequence[str]) -> bool:
     """Whether a way like "(b) /rollout, packed" was asked for, as "b" or as "packed" say."""
-    return any(name.lstrip("(").startswith(word) or name.endswith(word) for word in asked)
+    return any(
+        name.startswith(f"({word})") or (len(word) > 1 and name.endswith(word)) for word in asked
+    )
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
@@ -531,7 +610,9 @@ def main() -> None:
     parser.add_argument("--running", type=int, help="samples that /rollout hands to its engine")
     parser.add_argument("--memory-share", type=float, default=0.25, help="of a GPU, each engine")
     parser.add_argument("--kv-gib", type=int, default=1, help="for keys and values, each engine")
-    parser.add_argument("--ways", nargs="+", default=[""], help="whose names begin or end so")
+    parser.add_argument("--ways", nargs="+", default=[*"abcd"], help="whose names begin or end so")
+    parser.add_argument("--servers", type=int, default=2, help="of way f")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that a way may take")
     parser.add_argument("--flood", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     asked = parser.parse_args()

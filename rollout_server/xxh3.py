@@ -49,7 +49,8 @@ def secrets() -> NDArray[np.uint64]:
         np.frombuffer(_SECRET, "<u8"), scramble, _unscrambled(scramble),
         _words(len(_SECRET) - _STRIPE_BYTES - 7), _words(11), _words(len(_SECRET) - 64 - 11),
     ]  # fmt: skip
-    return np.concatenate(keys).astype(np.uint64)
+    table: NDArray[np.uint64] = np.concatenate(keys).astype(np.uint64)
+    return table
 
 
 def _words(offset: int) -> NDArray[np.uint64]:

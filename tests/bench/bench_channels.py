@@ -1,7 +1,8 @@
 """Publishing through GPU memory, beside plain copies of the same bytes, HTTP and vLLM's own engine.
 
     python tests/bench/bench_channels.py [--dims 0.6b 4b 8b] [--kinds ipc nccl] [--repeats 5]
-        [--device cuda|cpu] [--others http delta disk] [--kill] [--peers nccl disk]
+        [--device cuda|cpu] [--others http delta disk] [--others-of 0.6b]
+        [--kill] [--peers nccl disk]
 
 Starts a real server for each model, of random weights, and publishes other random weights to it:
 `ipc` from a process on the same GPU and on the second, `nccl` from the second. With `--device
@@ -528,6 +529,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=[])
+    parser.add_argument("--others-of", nargs="*", choices=DIMS, help="the first model if not given")
     parser.add_argument("--kill", action="store_true", help="a trainer of the first model")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="for the last model")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
@@ -601,11 +603,11 @@ def _planned(
         if kind in asked.kinds
     ]
     url, client = servers[first]
-    for dims, (_, to) in servers.items():
-        work += [
-            partial(OTHERS[other], to, dims, specs[dims], near, asked.repeats)
-            for other in asked.others
-        ]
+    work += [
+        partial(OTHERS[other], servers[dims][1], dims, specs[dims], near, asked.repeats)
+        for dims in asked.others_of or [first]
+        for other in asked.others
+    ]
     if asked.kill:
         work.insert(3, partial(killed, client, url, first, specs[first], models[first], far))
     return work

@@ -37,7 +37,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
+from shared.exchange import PIECES
 from shared.protocol import ReloadResult
+from shared.uploads import Uploads
 from shared.weights import LazyTensor, TensorSpec, stream_checkpoint, stream_length
 from trainer.channels import ChannelSender
 from trainer.tiny_policy import build_tokenizer
@@ -174,7 +176,7 @@ def bare_uvicorn() -> Iterator[httpx.Client]:
     command += ["--port", str(port), "--lifespan", "off", "--log-level", "warning", "discard:app"]
     process = subprocess.Popen(command)
     try:
-        transport = httpx.HTTPTransport(retries=10)  # until it listens
+        transport = Uploads(httpx.HTTPTransport(retries=10))  # until it listens
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, transport=transport, timeout=600) as client:
             client.post("/", content=b"").raise_for_status()
@@ -189,7 +191,8 @@ def http_copy(weights: Tensors, client: httpx.Client) -> None:
     tensors = lazy(weights)
     headers = {"content-length": str(stream_length(tensors))}
     pieces: Any = stream_checkpoint(tensors)
-    client.post("/", content=pieces, headers=headers).raise_for_status()
+    extensions = {PIECES: pieces}
+    client.post("/", content=pieces, headers=headers, extensions=extensions).raise_for_status()
 
 
 # The server.

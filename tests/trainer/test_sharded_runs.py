@@ -19,6 +19,8 @@ from tests.trainer.processes import REWARD, TORCHRUN, Training
 from trainer.checkpoint import checkpoints, latest_checkpoint, read_state
 from trainer.config import Config
 from trainer.curve import read_records
+from trainer.learner import build_learner
+from trainer.masters import master_of
 from trainer.train import train
 
 STEPS = 4
@@ -43,10 +45,10 @@ def config_of(
 ) -> Callable[..., Config]:
     (tmp_path / "rewards.py").write_text(REWARD + BROKEN, encoding="utf-8")
 
-    def build(name: str, reward: str = "even", **train: Any) -> Config:
+    def build(name: str, reward: str = "even", *, dtype: str = "float32", **train: Any) -> Config:
         known = {"output": str(tmp_path / name), "steps": STEPS, "checkpoint_every": 2}
         return make_config(
-            model={"path": str(untrained_model), "device": DEVICE},
+            model={"path": str(untrained_model), "device": DEVICE, "dtype": dtype},
             server={"url": server.url, "ready_timeout": 60, "publish_dtype": "float32"},
             rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 6, "seeded": True},
             reward={"function": f"{tmp_path / 'rewards.py'}:{reward}"},
@@ -142,6 +144,27 @@ def test_two_ranks_go_on_with_what_one_saved(
     resumed = together(more, tmp_path, resume=True)
     assert resumed.wait() == 0, resumed.printed()
     assert_alike(one, more)
+
+
+@pytest.mark.slow
+def test_masters_of_two_ranks_come_back_to_the_last_bit(
+    config_of: Callable[..., Config], tmp_path: Path
+) -> None:
+    two = config_of("two", dtype="bfloat16")
+    training = together(two, tmp_path)
+    assert training.wait() == 0, training.printed()
+    again = begun_as(config_of("again", dtype="bfloat16"), two)
+    resumed = together(again, tmp_path, resume=True)
+    assert resumed.wait() == 0, resumed.printed()
+    before, after = state(two), state(again)
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    if DEVICE == "cpu":  # kernels of GPUs may sum in any order
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    # One process has the same masters.
+    checkpoint = latest_checkpoint(tmp_path / "again" / "checkpoints")
+    model = build_learner(again, checkpoint).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(master_of(parameter).cpu(), after[name])
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from shared.weights import PREFIX_BYTES, TRAILER_BYTES, TensorRange, header_leng
 
 SENT_FILE = "sent.safetensors"
 CANONICAL_FILE = "canonical.safetensors"
-_HEAD_BYTES = 128 << 10  # room for most headers
+_HEAD_BYTES = 128 << 10  # room for most headers; they tell whether there is use in the rest
 
 
 class Arrival(Sink, Protocol):
@@ -226,6 +226,9 @@ class DeltaArrival(FileSink):
         self._apply = apply
         self._opening = b""
         self._base: str | None = None
+
+    def room(self) -> memoryview:
+        return super().room()[: _HEAD_BYTES if self._base is None else None]
 
     def look_at(self, piece: memoryview) -> None:
         if len(self._opening) < OPENING_BYTES:

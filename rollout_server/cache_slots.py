@@ -52,12 +52,13 @@ class QuickSlots:
         """One more token goes into a block that there is, and leaves no full one to be shared."""
         total: int = request.num_computed_tokens + 1
         room: int = len(self._blocks.get(request.request_id, ())) * self.block_size
-        leaves_full = min(total, len(request._all_token_ids)) % self.block_size == 0
-        return total <= min(room, self._context) and not (leaves_full or self._partial_hits)
+        leaves_full: bool = min(total, len(request._all_token_ids)) % self.block_size == 0
+        inside = total <= min(room, self._context)
+        return inside and not leaves_full and not self._partial_hits
 
     def suffice(self, going: Sequence[Any]) -> bool:
         """There is a block for each request that needs one for its next token."""
-        needed = sum(
+        needed: int = sum(
             request.num_computed_tokens >= len(self._blocks[request.request_id]) * self.block_size
             for request in going
         )

@@ -75,7 +75,7 @@ class ModelConfig(_Section):
     liger: bool | Literal["auto"] = Field(
         default="auto",
         description="Fused kernels for norms, rotary and SwiGLU, of which Liger has two; auto: on "
-        "a GPU, where it is installed and knows the model, and layers are not compiled.",
+        "a GPU, where it is installed, knows the model, and layers are neither fused nor compiled.",
     )
     fused_layers: bool | Literal["auto"] = Field(
         default="auto",

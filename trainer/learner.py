@@ -76,13 +76,16 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         dtype = getattr(torch, config.model.dtype)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
     models = [model] if reference is None else [model, reference]
-    for each in models:
-        choose_liger(each, config.model)
     unpacked = _choose_packing(config, models)
+    fused = _fuse(models, config, ranks)
+    for each in models:
+        # After the layers are fused: Liger gives MLPs another class.
+        if not fused or config.model.liger is True:
+            choose_liger(each, config.model)
     if config.model.compile:
         for each in models:
             compile_layers(each, config.model.activation_checkpointing)
-    elif not _fuse(models, config, ranks):
+    elif not fused:
         checkpoint_layers(model, config.model.activation_checkpointing)
     _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
@@ -162,7 +165,7 @@ def _spread(models: list[PreTrainedModel], finer: Finer | None, ranks: Ranks) ->
 
 
 def _fuse(models: list[PreTrainedModel], config: Config, ranks: Ranks) -> bool:
-    """Fuse layers if the configuration wants it; returns whether the first model's are fused."""
+    """Fuse layers if the configuration wants it; returns whether those of all models are fused."""
     if ranks.size > 1:
         if config.model.fused_layers is True:
             raise ConfigError(
@@ -170,8 +173,7 @@ def _fuse(models: list[PreTrainedModel], config: Config, ranks: Ranks) -> bool:
                 advice='set model.fused_layers = "auto"',
             )
         return False
-    fused = [choose_fused_layers(model, config.model) for model in models]
-    return fused[0]
+    return all(choose_fused_layers(model, config.model) for model in models)
 
 
 def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:

@@ -186,8 +186,10 @@ def _refuse_unknown(layer: Any) -> None:
         raise ValueError("its projections are not plain ones")
     if any(x.bias is not None for x in rest) or len({x.bias is None for x in own}) > 1:
         raise ValueError("its biases are not those of queries, keys and values")
-    if not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
-        raise ValueError(f"its activation is {type(mlp.act_fn).__name__}")
+    # Where Liger's kernels have been chosen for another model, new ones get its MLP, without one.
+    activation = getattr(mlp, "act_fn", None)
+    if not isinstance(activation, nn.SiLU | SiLUActivation):
+        raise ValueError(f"its {type(mlp).__name__} has an activation that is not known")
     norms = [x for x in layer.modules() if type(x).__name__.endswith("RMSNorm")]
     if len({x.variance_epsilon for x in norms}) > 1:
         raise ValueError("its norms differ")

@@ -229,6 +229,13 @@ def other_activation() -> PreTrainedModel:
     return make("llama", torch.float32, "cpu", hidden_act="gelu")
 
 
+def no_activation() -> Any:
+    """As where Liger has been chosen for another model."""
+    model = packed()
+    del model.model.layers[1].mlp.act_fn
+    return model
+
+
 def other_layer() -> PreTrainedModel:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
     use_packing(model)
@@ -243,7 +250,8 @@ def other_layer() -> PreTrainedModel:
         (watched, "have hooks"),
         (partly_frozen, "some are frozen"),
         (biased, "its biases"),
-        (other_activation, "its activation"),
+        (other_activation, "an activation that is not known"),
+        (no_activation, "an activation that is not known"),
         (other_layer, "MistralDecoderLayer are not known"),
     ],
 )

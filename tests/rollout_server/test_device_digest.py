@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -21,6 +16,7 @@ from rollout_server.xxh3 import BLOCK_BYTES
 from shared.channel import Layout
 from shared.weights import TensorSpec, checkpoint_digest
 from tests.rollout_server.support import digest_of, spec_of, tensor_bytes
+from tests.triton_interpreter import run_interpreted
 
 LENGTHS = [
     0, 1, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 1151, 2047, 2048, 2049,
@@ -120,16 +116,7 @@ here.{check}("cpu")
 
 @pytest.mark.parametrize("check", ["check_kernels", "check_values_not_finite"])
 def test_kernels_interpreted(check: str) -> None:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(check=check)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},  # read when triton is imported
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    run_interpreted("-c", INTERPRETED.format(check=check))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

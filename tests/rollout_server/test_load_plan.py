@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout_server.load_plan import LoadPlan
+from tests.triton_interpreter import run_interpreted
 
 WIDTH = 32
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -245,13 +242,4 @@ for index, (target, _) in enumerate(pairs):
 
 
 def test_kernels_copy_and_compare() -> None:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},  # read when triton is imported
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run_interpreted("-c", INTERPRETED)

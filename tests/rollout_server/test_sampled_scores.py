@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +11,7 @@ import torch
 from vllm import SamplingParams
 
 from rollout_server.sampled_scores import UNRANKED, Unranked, mend_sampler
+from tests.triton_interpreter import run_interpreted
 
 INTERPRETED = """
 import torch
@@ -36,16 +33,7 @@ for rows, size, dtype in [(3, 5, torch.float32), (2, BLOCK, torch.float32), (0, 
 
 
 def test_the_kernel_agrees_with_a_softmax() -> None:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},  # read when triton is imported
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    run_interpreted("-c", INTERPRETED)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -25,6 +21,7 @@ from transformers import (
 )
 
 from tests.trainer.models import SIZES, VOCAB, build, gradients
+from tests.triton_interpreter import run_interpreted
 from trainer.config import LoraConfig, ModelConfig
 from trainer.errors import ConfigError
 from trainer.fusing import _again, choose_fused_layers, fuse_layers, kept_of_a_token
@@ -150,12 +147,8 @@ def check_what_is_not_packed_runs_as_before() -> None:
     assert model(input_ids=ids).logits.equal(expected)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_in_tritons_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.trainer.test_fused_layers"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("-m", "tests.trainer.test_fused_layers")
 
 
 @needs_gpu

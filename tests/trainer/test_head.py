@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.trainer.models import build
+from tests.triton_interpreter import run_interpreted
 from trainer import head as head_module
 from trainer.head import Head, head_of, logprobs_and_entropy
 
@@ -153,17 +150,8 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_in_tritons_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted("-c", _INTERPRETED)
 
 
 @needs_gpu

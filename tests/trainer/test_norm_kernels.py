@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainer.models import build
+from tests.triton_interpreter import run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SHAPES = [(2, 3, 7, 16), (5, 100), (3, 300), (0, 8)]
@@ -42,12 +40,8 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         assert (one.double() - other).norm() <= TOLERANCES[dtype] * other.norm()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_values_and_gradients_in_tritons_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.trainer.test_norm_kernels"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("-m", "tests.trainer.test_norm_kernels")
 
 
 @needs_gpu

@@ -18,6 +18,7 @@ from rollout_server.engine import Engine, EngineDied
 from rollout_server.policies import Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
+from rollout_server.upload_copies import UploadCopies
 from rollout_server.worker_links import WorkerLinks
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
 from shared.protocol import PauseMode, ReloadResult
@@ -44,12 +45,13 @@ class WeightSwitch:
         self._policy = policy
         self._spool = spool
         self._base = base
+        self._copies = UploadCopies()
         self._clearing: asyncio.Task[None] | None = None
 
     async def apply(
         self, publish: Publish, folder: Path, verified: Verified, options: PublishOptions
     ) -> ReloadResult:
-        """Pause, load, check, stamp, commit, resume. One at a time.
+        """Copy to the devices, pause, load, check, stamp, commit, resume. One at a time.
 
         Args:
             publish: its record.
@@ -64,15 +66,16 @@ class WeightSwitch:
         # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
         engine, version = self._supervisor.current(), self._next_number()
 
-        async def load() -> None:
-            with stage(publish, "load"):
-                await engine.load(verified.files)
-                await engine.stamp(version)
-            with stage(publish, "commit"):
-                files = await self._commit(publish, folder, version, verified)
-            await self._policy.advance(publish, version, verified.digest, files=files)
+        async with self._copies.copied(publish, engine, verified) as copies:
 
-        await self._while_paused(publish, engine, options, load)
+            async def load() -> None:
+                with stage(publish, "load"):
+                    await _load(engine, copies, verified, version)
+                with stage(publish, "commit"):
+                    files = await self._commit(publish, folder, version, verified)
+                await self._policy.advance(publish, version, verified.digest, files=files)
+
+            await self._while_paused(publish, engine, options, load)
         await self._clear(self._spool.retire(self._policy.name, version))
         return ReloadResult(version, verified.digest, publish.timings)
 
@@ -99,11 +102,7 @@ class WeightSwitch:
 
         async def load() -> None:
             with stage(publish, "load"):
-                # Nothing is generated meanwhile, so that neither has to wait for the other.
-                work = links.load(), engine.stamp(version)
-                for result in await asyncio.gather(*work, return_exceptions=True):
-                    if isinstance(result, BaseException):
-                        raise result
+                await _load_buffers(links, version)
             await self._policy.advance(publish, version, digest, durable=False)
 
         await self._while_paused(publish, engine, options, load)
@@ -256,3 +255,26 @@ class WeightSwitch:
         except Exception as error:
             return error
         return None
+
+
+async def _load(
+    engine: Engine, copies: WorkerLinks | None, verified: Verified, version: int
+) -> None:
+    """Load an upload from its copies, if there are any and they are good, else from its files."""
+    if copies is not None:
+        try:
+            await _load_buffers(copies, version)
+        except EngineFailure as error:
+            log.warning("a load from copies failed, and files are loaded: %s", error)
+        else:
+            return
+    await engine.load(verified.files)
+    await engine.stamp(version)
+
+
+async def _load_buffers(links: WorkerLinks, version: int) -> None:
+    # Nothing is generated meanwhile, so that neither has to wait for the other.
+    work = links.load(), links.engine.stamp(version)
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -1,7 +1,7 @@
-"""Worker methods for channels: opening one, and loading what it has brought.
+"""Worker methods for what lies on the device before it is loaded: channels, and copies of uploads.
 
-Both are calls of the engine. All else that happens in a channel is done by a thread of its own, see
-:mod:`rollout_server.worker_channel`.
+Opening and loading are calls of the engine. All else is done by a thread of its own, see
+:mod:`rollout_server.worker_buffer`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_server.worker_buffer import WorkerBuffer
 from rollout_server.worker_channel import WorkerChannel
+from rollout_server.worker_upload import WorkerUpload
 from shared.channel import Layout
 from shared.weights import TensorSpec
 
@@ -22,7 +24,7 @@ log = logging.getLogger("tito.staging")
 
 
 class StagedTensors:
-    """What a channel has brought, in the form in which checkpoints are loaded."""
+    """What a buffer holds, in the form in which checkpoints are loaded."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -36,13 +38,13 @@ class StagedTensors:
 
 
 class DeviceStaging:
-    """Worker methods for channels; ``self`` is vLLM's worker."""
+    """Worker methods for buffers on the device; ``self`` is vLLM's worker."""
 
     rank: int
     device: torch.device
     vllm_config: Any
     model_runner: Any
-    _tito_channels: dict[str, WorkerChannel] | None = None
+    _tito_buffers: dict[str, WorkerBuffer] | None = None
     _tito_plan: Any = None
     _tito_places: list[int] | None = None
 
@@ -62,8 +64,7 @@ class DeviceStaging:
             ``rank``, and how the trainer reaches the buffer.
         """
         layout = Layout.of(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
-        parallel = self.vllm_config.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + self.rank
+        rank = self._tito_rank()
         address = Path(folder) / str(rank)
         opened = WorkerChannel(
             address, kind, layout, self.device, interface, secret, self._tito_forget
@@ -73,24 +74,62 @@ class DeviceStaging:
         except BaseException:
             opened.end()  # or its memory would stay for as long as the worker lives
             raise
-        opened.start()
-        known = {name: old for name, old in (self._tito_channels or {}).items() if old.is_alive()}
-        self._tito_channels = {**known, channel: opened}
+        self._tito_keep(channel, opened)
         return {"rank": rank, **described}
 
-    def tito_channel_load(self, channel: str) -> dict[str, int]:
-        """Replace every weight of this worker's model by what a channel holds, and check it.
+    def tito_copies_uploads(self) -> bool:
+        """Whether uploads can be loaded from the device: by a plan, and after a copy to a GPU."""
+        if self.device.type != "cuda" or self._tito_plan is False:
+            return False
+        from rollout_server.load_plan import check_plain
+
+        try:
+            check_plain(self.model_runner.get_model())
+        except ValueError as error:
+            log.info("uploads are loaded from the host's memory: %s", error)
+            return False
+        return True
+
+    def tito_upload_open(self, upload: str, folder: str) -> dict[str, Any]:
+        """Wait for commands at ``FOLDER/RANK``; the copy is allocated when one is made.
+
+        Args:
+            upload: names it.
+            folder: of the sockets.
+
+        Returns:
+            ``rank``.
+        """
+        rank = self._tito_rank()
+        # What the first steps of a large batch take is counted as the engine's from its start.
+        reserved = int(getattr(self, "peak_activation_memory", 0))
+        address = Path(folder) / str(rank)
+        opened = WorkerUpload(address, self.device, reserved, self._tito_prepare, self._tito_forget)
+        self._tito_keep(upload, opened)
+        return {"rank": rank}
+
+    def _tito_rank(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+
+    def _tito_keep(self, name: str, opened: WorkerBuffer) -> None:
+        opened.start()
+        known = {name: old for name, old in (self._tito_buffers or {}).items() if old.is_alive()}
+        self._tito_buffers = {**known, name: opened}
+
+    def tito_buffer_load(self, name: str) -> dict[str, int]:
+        """Replace every weight of this worker's model by what a buffer holds, and check it.
 
         On a GPU the first load is vLLM's own, from which a plan of copies is made for the next.
 
         Raises:
-            RuntimeError: some parameters are not those of the channel. The model is then
+            RuntimeError: some parameters are not those of the buffer. The model is then
                 half-written: load a complete checkpoint before any forward pass.
         """
-        found = (self._tito_channels or {}).get(channel)
+        found = (self._tito_buffers or {}).get(name)
         tensors = None if found is None else found.tensors
         if tensors is None:
-            raise RuntimeError("the channel was closed; nothing has been loaded")
+            raise RuntimeError("the buffer has gone; nothing has been loaded")
         if count := self._tito_planned(tensors):
             self.model_runner.reset_lora_state()
             return {"parameters": count, "checked": count}
@@ -113,20 +152,26 @@ class DeviceStaging:
             try:
                 self._tito_plan, self._tito_places = LoadPlan.recorded(model, tensors), places
             except ValueError as error:
-                log.info("channels load as uploads do: %s", error)
+                # As text: a log that kept the error itself would keep the memory, too.
+                log.info("there is no plan of copies: %s", f"{error}")
                 self._tito_plan = False
                 return 0
         else:
             self._tito_plan.apply(tensors)
         if different := self._tito_plan.differing(tensors):
             raise RuntimeError(
-                f"{len(different)} parameters differ from the channel after the load, "
+                f"{len(different)} parameters differ from the buffer after the load, "
                 f"first {different[0]}"
             )
         return len(places)
 
+    def _tito_prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do what can be done for a load while generation goes on."""
+        if self._tito_plan:
+            self._tito_plan.prepare(tensors)
+
     def _tito_forget(self) -> None:
-        """Nothing of a channel's memory is in use any more."""
+        """Nothing of a buffer's memory is in use any more."""
         if self._tito_plan:
             self._tito_plan.forget_sources()
 

@@ -94,13 +94,21 @@ class LoadPlan:
                 the latter case the model is half-written: load a complete checkpoint before any
                 forward pass.
         """
-        _check_plain(model)
+        check_plain(model)
         parameters = dict(model.named_parameters())
         recorder = LoadRecorder(parameters)
         with torch.no_grad(), recorder:
             model.load_weights(recorder.tracked(tensors.items()))  # type: ignore[operator]
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         return cls(layout, list(_copies(recorder, parameters)))
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have ready what :meth:`apply` needs for these tensors; another thread may do so.
+
+        Raises:
+            ValueError: as there.
+        """
+        self._viewed(tensors)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         """Load other values; returns before a GPU has done so.
@@ -154,7 +162,8 @@ class LoadPlan:
                 )
 
 
-def _check_plain(model: nn.Module) -> None:
+def check_plain(model: nn.Module) -> None:
+    """Raise ValueError if a model computes with anything but the parameters that it loads."""
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod

@@ -4,11 +4,11 @@
                  |           |           |
                  `-----------+- rejected `- rolled back
 
-Upload and verification run while generation goes on. Only load, check and stamp happen under
-pause, and they run to their end even if the client has gone. A failure before the load leaves
-everything as it was. A failure in it restores the last good weights before a single token is
-generated, if need be in a new engine; when that fails too, the service closes rather than answer
-wrongly.
+Upload and verification run while generation goes on, and so does a copy to the GPUs where there is
+room for one. Only load, check and stamp happen under pause, and they run to their end even if the
+client has gone. A failure before the load leaves everything as it was. A failure in it restores the
+last good weights before a single token is generated, if need be in a new engine; when that fails
+too, the service closes rather than answer wrongly.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Inside a worker: a channel, which is a flat buffer that a trainer fills, and its thread.
+"""Inside a worker: a channel, which is a flat buffer that a trainer fills.
 
-The thread joins the trainer, receives, verifies and copies to a file while the engine's loop goes
-on. The server commands it by a socket, one JSON document a line. When the server closes the socket,
-or has gone, whatever the thread waits for is given up and the memory is freed.
+Its thread joins the trainer, receives, verifies and copies to a file while the engine's loop goes
+on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import mmap
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,40 +21,26 @@ from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
 from rollout_server.staging import open_over, write_all
-from rollout_server.verification import HostVerification, Verification
-from rollout_server.weight_receiver import SAFETENSORS_NAMES
+from rollout_server.worker_buffer import WorkerBuffer
 from shared import nccl
-from shared.byte_link import LinkError, Receiver, readable
-from shared.channel import SHARED_NAME, Layout
-from shared.cuda import DeviceMemory
+from shared.byte_link import Receiver, readable
+from shared.channel import Layout
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
-log = logging.getLogger("tito.staging")
-
-_ACCEPT_S = 30.0
 _HOST_PIECE_BYTES = 16 << 20
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
-def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a layout, in its flat buffer of bytes."""
-    return {
-        spec.name: flat[start : start + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
-        for spec, start in zip(layout.specs, layout.offsets, strict=True)
-    }
-
-
-class WorkerChannel(threading.Thread):
+class WorkerChannel(WorkerBuffer):
     """One channel of one worker.
 
     Args:
         address: the socket where it takes commands.
         kind: ``ipc`` or ``nccl``.
-        ended: called when it has ended.
         layout: of the buffer.
         device: where the buffer is.
         interface: on which it listens for the trainer, without GPUs.
         secret: that the trainer will know then.
+        ended: called when it has ended.
     """
 
     def __init__(
@@ -72,51 +53,20 @@ class WorkerChannel(threading.Thread):
         secret: str,
         ended: Callable[[], None],
     ) -> None:
-        super().__init__(name="tito-channel", daemon=True)
-        self._ended = ended
-        self._kind, self.layout = kind, layout
-        self._device = device
+        super().__init__(address, device, ended)
+        self._kind = kind
         self._secret, self._interface = secret, interface
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(address))
-        self._listener.listen(1)
-        self._listener.settimeout(_ACCEPT_S)
-        self._server: socket.socket | None = None
-        self._file: int | None = None
         self._receiver: Receiver | None = None
         self._group: Group | None = None
-        self._memory: DeviceMemory | None = None
         self._pinned: Tensor | None = None
-        self._verification: Verification | None = None
         self._is_seen = False
+        # A trainer that maps the buffer fills it before the server hears of it.
+        ends = [] if kind == "ipc" else [end for _, end in layout.pieces()]
         try:
-            self.flat = self._allocate()
-            self._verification = self._looking()
+            self._hold(layout, ends)
         except BaseException:
             self.end()
             raise
-        self.tensors: dict[str, Tensor] | None = views(self.flat, layout)
-
-    def _allocate(self) -> Tensor:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # makes its context current for this thread
-            self._memory = DeviceMemory.allocate(self.layout.nbytes)
-            return torch.as_tensor(self._memory, device=self._device)
-        # It has no name that could outlive this process.
-        self._file = os.memfd_create(SHARED_NAME)
-        os.posix_fallocate(self._file, 0, self.layout.nbytes)
-        there = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no publish has to wait for a page
-        content = mmap.mmap(self._file, self.layout.nbytes, flags=there)
-        return torch.frombuffer(content, dtype=torch.uint8)
-
-    def _looking(self) -> Verification:
-        if self._device.type != "cuda":
-            return HostVerification(self.flat, self.layout)
-        from rollout_server.device_digest import DeviceVerification
-
-        # A trainer that maps the buffer fills it before the server hears of it.
-        ends = [] if self._kind == "ipc" else [end for _, end in self.layout.pieces()]
-        return DeviceVerification(self.flat, self.layout, ends)
 
     def described(self, *, leads: bool) -> dict[str, Any]:
         """What the trainer must know to reach the buffer.
@@ -134,32 +84,6 @@ class WorkerChannel(threading.Thread):
             return {"unique_id": nccl.unique_id().hex()} if leads else {}
         self._receiver = Receiver(self._interface, self._secret)
         return {"port": self._receiver.port}
-
-    def run(self) -> None:
-        try:
-            self._server, _ = self._listener.accept()
-            self._listener.close()
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-                self._warm_up()
-            with self._server, self._server.makefile("rb") as commands:
-                for line in commands:
-                    self._server.sendall(self._answered(json.loads(line)))
-        except (OSError, ValueError) as error:
-            log.warning("a channel ends: %s", error)
-        finally:
-            self.end()
-
-    def _answered(self, command: dict[str, Any]) -> bytes:
-        do: Callable[..., Any] = getattr(self, f"_do_{command.pop('do')}")
-        try:
-            answer = {"ok": do(**command)}
-        except Exception as error:  # whatever it is, the server shall know
-            expected = isinstance(error, LinkError | nccl.NcclError)
-            # As text: a log that kept the error itself would keep the memory, too.
-            log.warning("a channel's work failed: %s", f"{error}", exc_info=not expected)
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        return json.dumps(answer).encode() + b"\n"
 
     def _do_join(self, rank: int, rendezvous: dict[str, Any], seconds: float) -> None:
         if self._receiver is not None:
@@ -179,23 +103,9 @@ class WorkerChannel(threading.Thread):
     def _do_verify(self) -> dict[str, Any]:
         """What was seen while the buffer was filled, or is in it now."""
         assert self._verification is not None
-        if not self._is_seen:
-            with self._beside_the_engine():
-                self._verification.begin()
-                self._verification.arrived(self.layout.nbytes)
+        verdict = self._verification.finished() if self._is_seen else self._looked()
         self._is_seen = False
-        return asdict(self._verification.finished())
-
-    def _warm_up(self) -> None:
-        """Have ready what a publish launches, so that none waits for a compiler."""
-        from rollout_server.load_plan import warm_up
-
-        try:
-            with self._beside_the_engine():
-                warm_up(self._device)
-                self._do_verify()
-        except Exception as error:  # it will be told to whoever asks for it
-            log.warning("a channel's kernels cannot be made ready: %s", error)
+        return asdict(verdict)
 
     def _do_spill(self, path: str) -> str:
         """Write the tensors to a safetensors file; the digest of what was written."""
@@ -223,15 +133,6 @@ class WorkerChannel(threading.Thread):
                 piece = self._pinned[: len(piece)].copy_(piece)
             yield piece.numpy().data
 
-    @contextlib.contextmanager
-    def _beside_the_engine(self) -> Iterator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-
     def _given_up(self) -> str | None:
         """Why nothing is waited for any more: the server has closed the socket."""
         assert self._server is not None
@@ -243,17 +144,9 @@ class WorkerChannel(threading.Thread):
         return "the channel was closed"
 
     def end(self) -> None:
-        """Give everything back; to be called only of a channel whose thread was not started."""
-        self._listener.close()
         if self._group is not None:
             self._group.close()
-        if self._verification is not None:
-            self._verification.close()
         if self._receiver is not None:
             self._receiver.close()
-        if self._file is not None:
-            os.close(self._file)
-        # Views may still be in use by a load; the memory goes with the last of them.
-        self._group = self._memory = self._verification = None
-        self.tensors, self.flat, self._pinned = None, torch.empty(0), None
-        self._ended()
+        self._group = self._pinned = None
+        super().end()

@@ -1,7 +1,7 @@
-"""The server's hold on a channel's end in every worker: commands through sockets, not the engine.
+"""The server's hold on a buffer in every worker, be it a channel's or an upload's: sockets.
 
 Calls of the engine wait for its current step; these do not, and a transfer in flight holds up
-nothing. Closing the sockets ends whatever the workers do for the channel, and frees its memory.
+nothing. Closing the sockets ends whatever the workers do for the buffer, and frees its memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Link:
 
 
 class WorkerLinks:
-    """A channel's ends in all workers of an engine.
+    """A channel's ends in all workers of an engine, or an upload's copies there.
 
     Attributes:
         engine: whose workers they are.
@@ -80,7 +80,7 @@ class WorkerLinks:
     def __init__(
         self,
         engine: Engine,
-        channel: str,
+        name: str,
         kind: Kind,
         links: Sequence[_Link],
         described: Sequence[dict[str, Any]],
@@ -89,7 +89,7 @@ class WorkerLinks:
         nbytes: int,
     ) -> None:
         self._spill_seconds = _SPILL_S + nbytes / _SPILL_BYTES_PER_S
-        self.engine, self.kind, self._channel, self._links = engine, kind, channel, links
+        self.engine, self.kind, self._name, self._links = engine, kind, name, links
         self.memory = tuple(Memory(**end["memory"]) for end in described if "memory" in end)
         self.is_closed = False
         self.rendezvous = None
@@ -111,27 +111,29 @@ class WorkerLinks:
             Conflict: the engine has no workers that could.
             EngineFailure: one of them refused; it may lack the memory.
         """
-        if not isinstance(engine, Workers):
-            raise Conflict("this engine takes no channels")
-        # Not in the spool: the name of a socket may be no longer than 107 characters.
-        folder, secret = Path(tempfile.mkdtemp(prefix="tito-")), secrets.token_hex(16)
+        secret = secrets.token_hex(16)
         tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-        try:
-            described = await engine.call_workers(
-                "tito_channel_open",
-                channel=channel,
-                folder=str(folder),
-                kind=kind,
-                tensors=tensors,
-                interface=interface,
-                secret=secret,
-            )
-            described.sort(key=lambda end: int(end["rank"]))
-            links = [await _connected(folder, end["rank"]) for end in described]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        described, links = await _opened(
+            engine,
+            "tito_channel_open",
+            channel=channel,
+            kind=kind,
+            tensors=tensors,
+            interface=interface,
+            secret=secret,
+        )
         nbytes = sum(spec.nbytes for spec in specs)
         return cls(engine, channel, kind, links, described, secret, interface, nbytes)
+
+    @classmethod
+    async def for_upload(cls, engine: Engine, upload: str, nbytes: int) -> WorkerLinks:
+        """Make every worker ready to copy an upload of so many bytes to its device.
+
+        Raises:
+            Conflict, EngineFailure: as for :meth:`open`.
+        """
+        described, links = await _opened(engine, "tito_upload_open", upload=upload)
+        return cls(engine, upload, "ipc", links, described, "", "", nbytes)
 
     async def join(self, seconds: float) -> None:
         """Let the workers meet the trainer.
@@ -184,17 +186,38 @@ class WorkerLinks:
             raise EngineFailure(f"it was not written in {self._spill_seconds:.0f} s") from None
         return digest
 
+    async def read(self, paths: Sequence[Path], seconds: float) -> str:
+        """Let the workers copy safetensors files to their devices; the digest of the copies.
+
+        Raises:
+            EngineFailure: they differ, one of them has no room, or it took too long.
+        """
+        names = [str(path) for path in paths]
+        digests = await self._all([{"do": "read", "paths": names}] * len(self._links), seconds)
+        if any(digest != digests[0] for digest in digests):
+            raise EngineFailure("the workers have read different tensors")
+        return str(digests[0])
+
+    async def release(self, seconds: float) -> None:
+        """Free the memory of the copies, and close the links; returns when it is free.
+
+        Raises:
+            EngineFailure: a worker has gone, or the links are closed.
+        """
+        await self._all([{"do": "release"}] * len(self._links), seconds)
+        self.close()
+
     async def load(self) -> list[Any]:
-        """Load what the channel holds into every worker's model. Only while paused.
+        """Load what the buffers hold into every worker's model. Only while paused.
 
         Raises:
             EngineFailure: the workers refused; their weights may be torn.
         """
         assert isinstance(self.engine, Workers)
-        return await self.engine.call_workers("tito_channel_load", channel=self._channel)
+        return await self.engine.call_workers("tito_buffer_load", name=self._name)
 
     def close(self) -> None:
-        """Give up whatever the workers do for the channel, and free its memory."""
+        """Give up whatever the workers do for the buffers, and free their memory."""
         self.is_closed = True
         for link in self._links:
             link.close()
@@ -212,6 +235,23 @@ class WorkerLinks:
         except BaseException:
             self.close()
             raise
+
+
+async def _opened(
+    engine: Engine, method: str, **arguments: Any
+) -> tuple[list[dict[str, Any]], list[_Link]]:
+    """Let every worker listen at a socket; what they say of themselves, and links to them."""
+    if not isinstance(engine, Workers):
+        raise Conflict("this engine takes no channels")
+    # Not in the spool: the name of a socket may be no longer than 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tito-"))
+    try:
+        described = await engine.call_workers(method, folder=str(folder), **arguments)
+        described.sort(key=lambda end: int(end["rank"]))
+        links = [await _connected(folder, end["rank"]) for end in described]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return described, links
 
 
 async def _connected(folder: Path, rank: int) -> _Link:

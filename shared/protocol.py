@@ -227,7 +227,7 @@ class ReloadResult:
     Attributes:
         version: the number that the live policy has from now on.
         digest: digest of the weights as served (after the cast to the server's dtype).
-        timings: seconds for each stage: upload, verify, pause, load, resume.
+        timings: seconds for each stage: upload, verify, stage, pause, load, resume.
         durable: there is a copy of them, from which they survive the engine's death.
     """
 

@@ -28,7 +28,7 @@ from rollout_server import device_digest, digest_plan
 from rollout_server.device_digest import DeviceVerification
 from rollout_server.load_plan import LoadPlan
 from rollout_server.verification import HostVerification, Verification
-from rollout_server.worker_channel import views
+from rollout_server.worker_buffer import views
 from shared.channel import Layout
 from shared.weights import TensorSpec
 from tests.bench.bench_rollout import DIMS, report

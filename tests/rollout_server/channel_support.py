@@ -54,7 +54,7 @@ class ChannelEngine(FakeEngine):
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
         self.calls.append(method)
-        if method == "tito_channel_load":
+        if method == "tito_buffer_load":
             assert self.paused, "loaded while running"
             if self.channel_errors and (error := self.channel_errors.pop(0)) is not None:
                 raise error

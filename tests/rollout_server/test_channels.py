@@ -405,14 +405,14 @@ class TestClosingInTheMiddle:
     def test_what_is_being_loaded_becomes_live_and_has_its_copy(
         self, server: Server, first: Weights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        loads, goes_on, load = threading.Event(), threading.Event(), Worker.tito_channel_load
+        loads, goes_on, load = threading.Event(), threading.Event(), Worker.tito_buffer_load
 
-        def later(worker: Worker, channel: str) -> dict[str, int]:
+        def later(worker: Worker, name: str) -> dict[str, int]:
             loads.set()
             goes_on.wait(30)
-            return load(worker, channel)
+            return load(worker, name)
 
-        monkeypatch.setattr(Worker, "tito_channel_load", later)
+        monkeypatch.setattr(Worker, "tito_buffer_load", later)
         opened = server.client.open_channel("ipc", specs_of(first.tensors))
         with ThreadPoolExecutor(1) as pool:
             publish = pool.submit(server.client.reload_channel, opened.id, durable=True)
@@ -446,7 +446,7 @@ class TestClosingInTheMiddle:
                 publish.result(30)
         goes_on.set()
         assert server.client.info().version == 0
-        assert "tito_channel_load" not in server.engine.calls
+        assert "tito_buffer_load" not in server.engine.calls
         eventually(lambda: own_shared_memory() == 0)
 
     def test_nothing_is_loaded_after_it(
@@ -479,7 +479,7 @@ class TestClosingInTheMiddle:
             assert other.result(30).version == before + 1
             with pytest.raises(Conflict, match="has ended"):
                 publish.result(30)
-        assert "tito_channel_load" not in server.engine.calls
+        assert "tito_buffer_load" not in server.engine.calls
 
 
 class TestCopies:
@@ -562,7 +562,7 @@ class TestCopies:
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("ipc", "rollout_server.worker_channel.os.posix_fallocate"),
+    [("ipc", "rollout_server.worker_buffer.os.posix_fallocate"),
      ("nccl", "rollout_server.worker_channel.Receiver")],
 )  # fmt: skip
 def test_workers_that_refuse_keep_nothing(

@@ -83,7 +83,7 @@ class DeviceVerification:
         )
         self._tensors = self._table(digest_plan.tensor_table(layout, address))
         self._secrets = self._table(xxh3.secrets())
-        self._lanes = [self._lane(steps, beside) for beside in (False, True)]
+        self._lanes = [self._lane(steps, lane) for lane in range(1 + _last_lane(steps))]
         self._launches = [self._launch(step) for step in steps]
         count = len(layout.specs)
         self._short = [i for i, s in enumerate(layout.specs) if s.nbytes <= xxh3.LONGER_THAN]
@@ -96,8 +96,8 @@ class DeviceVerification:
         self._done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._next = 0
 
-    def _lane(self, steps: Sequence[Step], beside: bool) -> _Lane:
-        rows = max((step.blocks for step in steps if step.beside is beside), default=0)
+    def _lane(self, steps: Sequence[Step], lane: int) -> _Lane:
+        rows = max((step.blocks for step in steps if step.lane == lane), default=0)
         on_gpu = self._device.type == "cuda"
         stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         return _Lane(stream, self._empty(max(rows, 1) * _SUM_BYTES).view(torch.uint64))
@@ -112,15 +112,16 @@ class DeviceVerification:
         return torch.from_numpy(rows).to(self._device)
 
     def _launch(self, step: Step) -> _Launch:
-        lane = self._lanes[step.beside]
+        lane = self._lanes[step.lane]
         return _Launch(step.end, lane, self._table(step.sums), self._table(step.scans))
 
     def begin(self) -> None:
-        main, beside = self._lanes
+        main, *others = self._lanes
         self._next = 0
         with main.active():
             self._flags.zero_()
-        beside.after(main.stream)
+        for lane in others:
+            lane.after(main.stream)
 
     def arrived(self, end: int) -> None:
         while self._next < len(self._launches) and self._launches[self._next].end <= end:
@@ -147,8 +148,9 @@ class DeviceVerification:
     def finished(self) -> Verdict:
         if self._next < len(self._launches):
             raise ValueError("not all of the buffer is there")
-        main, beside = self._lanes
-        main.after(beside.stream)
+        main, *others = self._lanes
+        for lane in others:
+            main.after(lane.stream)
         with main.active():
             self._on_host.copy_(self._found, non_blocking=True)
             if self._done is not None:
@@ -179,3 +181,7 @@ class DeviceVerification:
         if self._done is not None:
             for lane in self._lanes:
                 lane.stream.synchronize()
+
+
+def _last_lane(steps: Sequence[Step]) -> int:
+    return max((step.lane for step in steps), default=0)

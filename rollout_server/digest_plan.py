@@ -6,7 +6,7 @@ by piece in a step for each piece, so that little is left to do when the last ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ FIRST, LAST = 1, 2
 _LONG_BLOCKS = 128 << 10
 _LONG_TOGETHER = 4 << 20
 _TOGETHER = 2 << 20
+_LANES = 8  # as many streams as a process's work goes to a GPU in, if nobody says otherwise
 
 Numbers = NDArray[np.int64]
 
@@ -30,14 +31,14 @@ class Step:
 
     Attributes:
         end: as many bytes of the buffer must be there.
-        beside: whether it may go on beside steps of the other kind.
+        lane: steps of one lane follow each other; those of others may go on beside them.
         sums: ``[programs, 4]`` and
         scans: ``[tensors, 4]``, tables of the kernels.
         blocks: rows of scratch memory that it takes.
     """
 
     end: int
-    beside: bool
+    lane: int
     sums: Numbers
     scans: Numbers
     blocks: int
@@ -53,7 +54,7 @@ def at_once(layout: Layout, address: int) -> list[Step]:
     order = np.argsort(-table.blocks, kind="stable")
     long = (table.blocks >= _LONG_BLOCKS) & _within(table.blocks, order, _LONG_TOGETHER)
     beside = np.flatnonzero(long)
-    steps = [table.step(layout.nbytes, beside, beside=True)] if len(beside) else []
+    steps = [table.step(layout.nbytes, beside, 1)] if len(beside) else []
     rest = np.flatnonzero(~long)
     groups = np.cumsum(table.blocks[rest]) // _TOGETHER
     for group in np.unique(groups):
@@ -69,9 +70,27 @@ def _within(blocks: Numbers, order: Numbers, most: int) -> NDArray[np.bool_]:
 
 
 def in_pieces(layout: Layout, address: int, ends: Sequence[int]) -> list[Step]:
-    """The steps through a buffer that is filled from its beginning, one for each of ``ends``."""
+    """The steps through a buffer that is filled from its beginning up to each of ``ends`` in turn.
+
+    Walks over one tensor follow each other, but need not wait for those over others: tensors that
+    end in the same piece share a lane.
+    """
     table = _Table(layout, address)
-    return [table.piece(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    last_pieces = np.searchsorted(np.array(ends), table.ends)
+    waits = np.zeros(len(ends), np.int64)
+    np.maximum.at(waits, last_pieces, table.blocks)
+    lanes = _spread(waits)[last_pieces]
+    pieces = zip([0, *ends[:-1]], ends, strict=True)
+    return [step for low, high in pieces for step in table.piece(low, high, lanes)]
+
+
+def _spread(waits: Numbers) -> Numbers:
+    """A lane for each of these, so that none takes much longer than the others."""
+    lanes, taken = np.zeros_like(waits), np.zeros(_LANES, np.int64)
+    for index in np.argsort(-waits, kind="stable"):
+        lanes[index] = np.argmin(taken)
+        taken[lanes[index]] += waits[index]
+    return lanes
 
 
 class _Table:
@@ -80,27 +99,30 @@ class _Table:
         self._lengths = np.array([spec.nbytes for spec in layout.specs], np.int64)
         self._address = address
         self.blocks = xxh3.blocks_of(self._lengths)
+        self.ends = self._offsets + self._lengths
 
-    def step(self, end: int, tensors: Numbers, *, beside: bool = False) -> Step:
+    def step(self, end: int, tensors: Numbers, lane: int = 0) -> Step:
         """All blocks of some tensors."""
         none = np.zeros_like(tensors)
         whole = np.full_like(tensors, LAST)
-        return self._step(end, beside, tensors, none, self.blocks[tensors], whole)
+        return self._step(end, lane, tensors, none, self.blocks[tensors], whole)
 
-    def piece(self, start: int, end: int) -> Step:
-        """What is complete at ``end`` and was not at ``start``."""
+    def piece(self, start: int, end: int, lanes: Numbers) -> Iterator[Step]:
+        """What is complete at ``end`` and was not at ``start``; a step for each tensor's lane."""
         before, after = self._complete(start), self._complete(end)
-        ends = self._offsets + self._lengths
-        last = (ends <= end) & ((ends > start) | (start == 0))
-        some = np.flatnonzero((after > before) | last)
-        kinds = np.where(last, LAST, 0)[some]
-        return self._step(end, False, some, before[some], (after - before)[some], kinds)
+        last = (self.ends <= end) & ((self.ends > start) | (start == 0))
+        some = (after > before) | last
+        for lane in np.unique(lanes[some]):
+            these = np.flatnonzero(some & (lanes == lane))
+            kinds = np.where(last, LAST, 0)[these]
+            counts = (after - before)[these]
+            yield self._step(end, int(lane), these, before[these], counts, kinds)
 
     def _complete(self, end: int) -> Numbers:
         return np.clip((end - self._offsets) // xxh3.BLOCK_BYTES, 0, self.blocks)
 
     def _step(
-        self, end: int, beside: bool, tensors: Numbers, firsts: Numbers, counts: Numbers,
+        self, end: int, lane: int, tensors: Numbers, firsts: Numbers, counts: Numbers,
         kinds: Numbers,
     ) -> Step:  # fmt: skip
         rows = np.cumsum(counts) - counts
@@ -116,7 +138,7 @@ class _Table:
             rows[owner] + begun,
             tensors[owner],
         ], 1)  # fmt: skip
-        return Step(end, beside, sums, scans, int(counts.sum()))
+        return Step(end, lane, sums, scans, int(counts.sum()))
 
 
 def tensor_table(layout: Layout, address: int) -> Numbers:

@@ -74,7 +74,7 @@ def check_kernels(device: str) -> None:
         assert found.hashes == wanted
         assert found.not_finite == by_host.not_finite
     with pytest.raises(ValueError, match="not all of the buffer"):
-        looked(in_pieces, ends[:-1])
+        looked(in_pieces, ends[:-2])
     # The same tables serve other bytes.
     flat.bitwise_not_()
     there.copy_(flat)
@@ -206,11 +206,19 @@ def test_steps_take_every_block_once() -> None:
         for spec, start in zip(layout.specs, layout.offsets, strict=True)
     ])  # fmt: skip
     at_once = digest_plan.at_once(layout, address)
-    assert [step.beside for step in at_once].count(True) == 1
+    assert [step.lane for step in at_once].count(1) == 1
     assert np.array_equal(np.sort(blocks_in(at_once, address)), wanted)
     ends = [end for _, end in layout.pieces()]
     in_pieces = digest_plan.in_pieces(layout, address, ends)
-    assert np.array_equal(blocks_in(in_pieces, address), wanted)
+    assert np.array_equal(np.sort(blocks_in(in_pieces, address)), wanted)
+    assert [step.end for step in in_pieces] == sorted(step.end for step in in_pieces)
+    lane_of = {int(tensor): step.lane for step in in_pieces for tensor in step.scans[:, 0]}
+    for lane in set(lane_of.values()):
+        mine = np.concatenate([step.scans[:, 0] for step in in_pieces if step.lane == lane])
+        assert {lane_of[tensor] for tensor in mine.tolist()} == {lane}, "walks stay in one lane"
+    longest = max(layout.specs, key=lambda spec: spec.nbytes).nbytes // BLOCK_BYTES
+    waits = [sum(max(s.scans[:, 2]) for s in in_pieces if s.lane == i) for i in range(8)]
+    assert max(waits) < 1.2 * longest, "no lane is much longer than the longest walk"
     for steps in (at_once, in_pieces):
         kinds = np.concatenate([step.scans[:, [0, 3]] for step in steps])
         for flag in (digest_plan.FIRST, digest_plan.LAST):

@@ -1,17 +1,19 @@
 """From the model being trained to the tensors that the rollout server loads.
 
 Tensors are named and shaped as in the checkpoint on disk. Each is cast and copied to host memory
-when it is about to be sent and forgotten afterwards, so publishing never needs a second model.
+when it is about to be sent and forgotten afterwards, so publishing never needs a second model. From
+a GPU one is copied while the one before it is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
@@ -33,19 +35,51 @@ SAFETENSORS_NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Load:
-    """Produces one tensor's bytes, on demand."""
+    """Produces one tensor's bytes, on demand.
+
+    Attributes:
+        after: produces those of the tensor that is sent next.
+    """
 
     tensor: Merged
     dtype: torch.dtype
     first: torch.dtype
+    after: _Load | None = None
+    _copied: Callable[[], Tensor] | None = None
 
     def __call__(self) -> memoryview:
-        sent = self.tensor().detach().to(device="cpu", dtype=self.first)
-        host = sent.to(self.dtype).contiguous()
+        self.begin()
+        assert self._copied is not None
+        copied, self._copied = self._copied, None
+        if self.after is not None and self.after.tensor.base.is_cuda:
+            self.after.begin()
         # numpy has no bfloat16, so the bytes are viewed before they leave torch.
-        return host.flatten().view(torch.uint8).numpy().data
+        return copied().flatten().view(torch.uint8).numpy().data
+
+    def begin(self) -> None:
+        """Begin the copy to host memory, if that has not happened."""
+        if self._copied is None:
+            cast = self.tensor().detach().to(self.first).to(self.dtype)
+            self._copied = _copy_of(cast.contiguous())
+
+
+def _copy_of(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin a copy to host memory; what is returned waits for its end."""
+    if not tensor.is_cuda:
+        return tensor.cpu
+    # Several times faster to copy to than memory that the system may move. Torch keeps it for the
+    # next tensor once nobody refers to it.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    there = torch.cuda.current_stream(tensor.device).record_event()
+
+    def copied() -> Tensor:
+        there.synchronize()
+        return host
+
+    return copied
 
 
 def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]:
@@ -58,7 +92,16 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
 
     A tensor under two names (tied embeddings) is listed under the first alone, as in a checkpoint.
     """
-    return [_lazy(name, tensor, dtype, dtype) for name, tensor in distinct_tensors(model)]
+    return lazy_tensors(distinct_tensors(model), dtype)
+
+
+def lazy_tensors(tensors: Iterable[tuple[str, Merged]], dtype: torch.dtype) -> list[LazyTensor]:
+    """The same for some tensors; sent in this order."""
+    lazy = [_lazy(name, tensor, dtype, dtype) for name, tensor in tensors]
+    loads = [load for _, load in lazy]
+    for load, after in itertools.pairwise(loads):
+        load.after = after
+    return [LazyTensor(spec, load) for spec, load in lazy]
 
 
 def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) -> str:
@@ -69,8 +112,8 @@ def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) ->
         served: that the server computes in, to which it casts what it gets.
     """
     return checkpoint_digest(
-        (sent.spec, xxhash.xxh3_128_hexdigest(sent.load()))
-        for sent in (_lazy(name, tensor, served, dtype) for name, tensor in distinct_tensors(model))
+        (spec, xxhash.xxh3_128_hexdigest(load()))
+        for spec, load in (_lazy(*named, served, dtype) for named in distinct_tensors(model))
     )
 
 
@@ -83,12 +126,14 @@ def distinct_tensors(model: nn.Module) -> Iterator[tuple[str, Merged]]:
             yield name, tensor
 
 
-def _lazy(name: str, tensor: Merged, dtype: torch.dtype, first: torch.dtype) -> LazyTensor:
+def _lazy(
+    name: str, tensor: Merged, dtype: torch.dtype, first: torch.dtype
+) -> tuple[TensorSpec, _Load]:
     """A tensor cast to ``first`` and then to ``dtype``, if it is of floating point."""
     own = tensor.base.dtype
     target, first = (dtype, first) if own.is_floating_point else (own, own)
     spec = TensorSpec(name, SAFETENSORS_NAMES[target], tuple(tensor.base.shape))
-    return LazyTensor(spec, _Load(tensor, target, first))
+    return spec, _Load(tensor, target, first)
 
 
 def publish(

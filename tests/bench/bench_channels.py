@@ -50,6 +50,8 @@ from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec
 from trainer.channel_pieces import Named
 from trainer.channels import ChannelSender
+from trainer.lora import Merged
+from trainer.publish import lazy_tensors
 
 CONTEXT = 512
 PROMPT = list(range(5, 37))
@@ -94,13 +96,9 @@ def named(weights: Tensors) -> list[Named]:
 
 
 def lazy(weights: Tensors) -> list[LazyTensor]:
-    def load(tensor: torch.Tensor) -> memoryview:
-        return tensor.cpu().view(-1).view(torch.uint8).numpy().data
-
-    return [
-        LazyTensor(TensorSpec(name, "BF16", tuple(tensor.shape)), partial(load, tensor))
-        for name, tensor in weights.items()
-    ]
+    """As the trainer sends them by HTTP."""
+    tensors = [(name, Merged(tensor, None)) for name, tensor in weights.items()]
+    return lazy_tensors(tensors, torch.bfloat16)
 
 
 def copy_seconds(nbytes: int, source: torch.device, target: torch.device, repeats: int) -> float:

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shared.client import RolloutClient
 from shared.protocol import FENCE_HEADER
 from shared.weights import TRAILER_BYTES, LazyTensor, stream_checkpoint
-from trainer.publish import checkpoint_tensors, publish
+from trainer.lora import Merged
+from trainer.publish import checkpoint_tensors, lazy_tensors, publish
 
 
 def tiny_model(*, tied: bool) -> Any:
@@ -52,6 +53,31 @@ def test_values_are_read_when_sent_not_when_listed() -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(3.0)
     assert load(as_file(tensors))["model.norm.weight"].eq(3.0).all()
+
+
+def test_nothing_of_a_model_on_the_cpu_is_read_ahead() -> None:
+    model = tiny_model(tied=True)
+    first, second, *_ = checkpoint_tensors(model, torch.float32)
+    first.load()
+    with torch.no_grad():
+        model.get_parameter(second.spec.name).fill_(3.0)
+    assert torch.frombuffer(bytearray(second.load()), dtype=torch.float32).eq(3.0).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_from_a_gpu_one_tensor_is_copied_while_another_is_sent() -> None:
+    tensors = {str(i): torch.randn(1000 + i, device="cuda") for i in range(4)}
+    kept = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
+    named = [(name, Merged(tensor, None)) for name, tensor in tensors.items()]
+    for _ in range(2):  # the memory is used again
+        sent = lazy_tensors(named, torch.bfloat16)
+        held = [sent[0].load()]
+        tensors["1"].zero_()  # begun before
+        held += [tensor.load() for tensor in sent[1:]]
+        for data, tensor in zip(held, kept.values(), strict=True):
+            there = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+            assert torch.equal(there, tensor)
+        tensors["1"].copy_(kept["1"])
 
 
 def test_integer_buffers_keep_their_type_and_strided_tensors_are_packed() -> None:

@@ -116,12 +116,19 @@ class DeviceVerification:
         return _Launch(step.end, lane, self._table(step.sums), self._table(step.scans))
 
     def begin(self) -> None:
-        main, *others = self._lanes
+        main = self._joined()  # a look that broke off may have left some work
         self._next = 0
         with main.active():
             self._flags.zero_()
-        for lane in others:
+        for lane in self._lanes[1:]:
             lane.after(main.stream)
+
+    def _joined(self) -> _Lane:
+        """The first lane, where what is done from here on waits for all others."""
+        main, *others = self._lanes
+        for lane in others:
+            main.after(lane.stream)
+        return main
 
     def arrived(self, end: int) -> None:
         while self._next < len(self._launches) and self._launches[self._next].end <= end:
@@ -148,9 +155,7 @@ class DeviceVerification:
     def finished(self) -> Verdict:
         if self._next < len(self._launches):
             raise ValueError("not all of the buffer is there")
-        main, *others = self._lanes
-        for lane in others:
-            main.after(lane.stream)
+        main = self._joined()
         with main.active():
             self._on_host.copy_(self._found, non_blocking=True)
             if self._done is not None:

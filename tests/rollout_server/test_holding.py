@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+)
 from vllm.v1.outputs import LogprobsLists
 
 from rollout_server.holding import Held, Holding, _messages
 
 STOP = FinishReason.STOP
+EVENTS = EngineCoreEventType.PREEMPTED, EngineCoreEventType.SCHEDULED
 
 
 class PlainScheduler:
@@ -35,6 +42,7 @@ class PlainScheduler:
             output = EngineCoreOutput(
                 id_, [step.tokens[row]], new_logprobs=sliced, finish_reason=ends.get(id_)
             )
+            output.events, self.requests[id_].events = self.requests[id_].events or None, []
             outputs.setdefault(self.requests[id_].client_index, []).append(output)
         for id_ in ends:
             del self.requests[id_]
@@ -48,7 +56,9 @@ class Scheduler(Holding, PlainScheduler):
 def request(name: str, client: int = 0, **params: Any) -> Any:
     params = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 0} | params
     sampling = SamplingParams(**params)
-    return SimpleNamespace(request_id=name, client_index=client, sampling_params=sampling)
+    return SimpleNamespace(
+        request_id=name, client_index=client, sampling_params=sampling, events=[]
+    )
 
 
 def step(**tokens: int) -> Any:
@@ -88,6 +98,17 @@ def test_a_sample_leaves_whole_when_it_ends() -> None:
     assert output.new_logprobs.logprob_token_ids.ravel().tolist() == [3, 5, 7]
     assert output.new_logprobs.sampled_token_ranks.tolist() == [4, 6, 8]
     assert list(of.held) == ["b"]
+
+
+def test_what_befell_a_sample_leaves_with_it() -> None:
+    of = scheduler(request("a"))
+    preempted, scheduled = (EngineCoreEvent.new_event(kind, 1.0) for kind in EVENTS)
+    of.requests["a"].events += [preempted]
+    assert sent(of.update_from_output({}, step(a=3))) == {}
+    of.requests["a"].events += [scheduled]
+    assert sent(of.update_from_output({}, step(a=4))) == {}
+    ended = of.update_from_output({"a": STOP}, step(a=5))
+    assert ended[0].outputs[0].events == [preempted, scheduled]
 
 
 def test_whoever_streams_gets_each_token_and_nobody_else_is_disturbed() -> None:

@@ -111,12 +111,16 @@ class Engine:
         self.scheduler, self.depth = scheduler, 2 if ahead else 1
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.got: dict[str, tuple[list[int], list[float], list[Any]]] = {}
+        self.leaving: list[str] = []
 
     def step(self) -> Any:
         """Schedule one step, and take the tokens of the one that is due."""
         step = self.scheduler.schedule()
         if step.total_num_scheduled_tokens:
             self.in_flight.append((step, self.run(step)))
+        for name in self.leaving:  # their callers, while the model runs
+            self.abort(name)
+        self.leaving = []
         if self.in_flight and (
             len(self.in_flight) == self.depth or not step.total_num_scheduled_tokens
         ):
@@ -218,9 +222,11 @@ def disturb(engine: Engine, chance: random.Random, names: int, caching: bool) ->
             names += 1
     elif what < 0.15 and scheduler.requests:
         engine.abort(chance.choice(sorted(scheduler.requests)))
-    elif what < 0.17:
+    elif what < 0.17 and scheduler.requests:
+        engine.leaving = [chance.choice(sorted(scheduler.requests))]
+    elif what < 0.19:
         scheduler.reset_prefix_cache(reset_running_requests=True)
-    elif what < 0.2:
+    elif what < 0.22:
         scheduler.set_pause_state(chance.choice([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
     elif what < 0.5:
         scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -100,8 +100,7 @@ class DecodeSteps(Holding):
         self._append(request, token, count)
         held.token_ids.append(token)
         if sampled is not None and held.scored:
-            held.logprobs.append(sampled.logprobs[row])
-            held.ranks.append(sampled.ranks[row])
+            held.add_score(sampled, row)
         return True
 
     def _append(self, request: Any, token: int, count: int) -> None:

@@ -42,6 +42,11 @@ class Held:
     ends: frozenset[int | None] = frozenset()
     most: int = 0
 
+    def add_score(self, sampled: Sampled, row: int) -> None:
+        """Keep the log-probability and the rank of one row of a step."""
+        self.logprobs.append(sampled.logprobs[row])
+        self.ranks.append(sampled.ranks[row])
+
     def fill(self, output: Any) -> None:
         """Move everything into a message of the engine's, an ``EngineCoreOutput``."""
         from vllm.v1.outputs import LogprobsLists
@@ -166,12 +171,10 @@ def _keep(held: Held, output: Any, sampled: Sampled | None) -> None:
         held.logprobs += made.logprobs[:, 0].tolist()
         held.ranks += made.sampled_token_ranks.tolist()
     elif sampled is not None and output.new_token_ids:
-        row = sampled.rows[output.request_id]
-        held.logprobs.append(sampled.logprobs[row])
-        held.ranks.append(sampled.ranks[row])
+        held.add_score(sampled, sampled.rows[output.request_id])
 
 
-def hold_outputs(mixin: type[Holding] = Holding) -> None:
+def hold_outputs(mixin: type[Holding]) -> None:
     """Make the scheduler of this process hold, and its engine send what is held when it is due."""
     from vllm.config import SchedulerConfig
     from vllm.v1.engine.core import EngineCoreProc

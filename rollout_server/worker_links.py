@@ -71,9 +71,8 @@ class WorkerLinks:
 
     Attributes:
         engine: whose workers they are.
-        kind: of the channel.
         memory: of each worker, for a trainer of the same host.
-        rendezvous: for any other.
+        rendezvous: for any other, in a channel of kind ``nccl``.
         is_closed: nothing can be asked any more.
     """
 
@@ -81,25 +80,20 @@ class WorkerLinks:
         self,
         engine: Engine,
         name: str,
-        kind: Kind,
         links: Sequence[_Link],
-        described: Sequence[dict[str, Any]],
-        secret: str,
-        interface: str,
         nbytes: int,
+        memory: Sequence[Memory] = (),
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self._spill_seconds = _SPILL_S + nbytes / _SPILL_BYTES_PER_S
-        self.engine, self.kind, self._name, self._links = engine, kind, name, links
-        self.memory = tuple(Memory(**end["memory"]) for end in described if "memory" in end)
+        self.engine, self._name, self._links = engine, name, links
+        self.memory, self.rendezvous = tuple(memory), rendezvous
         self.is_closed = False
-        self.rendezvous = None
-        if kind == "nccl":
-            self.rendezvous = Rendezvous(
-                size=1 + len(links),
-                unique_id=described[0].get("unique_id", ""),
-                addresses=tuple((interface, end["port"]) for end in described if "port" in end),
-                secret=secret,
-            )
+
+    @property
+    def kind(self) -> Kind:
+        """Of a channel: how the trainer reaches the workers."""
+        return "ipc" if self.rendezvous is None else "nccl"
 
     @classmethod
     async def open(
@@ -123,7 +117,16 @@ class WorkerLinks:
             secret=secret,
         )
         nbytes = sum(spec.nbytes for spec in specs)
-        return cls(engine, channel, kind, links, described, secret, interface, nbytes)
+        memory = [Memory(**end["memory"]) for end in described if "memory" in end]
+        rendezvous = None
+        if kind == "nccl":
+            rendezvous = Rendezvous(
+                size=1 + len(links),
+                unique_id=described[0].get("unique_id", ""),
+                addresses=tuple((interface, end["port"]) for end in described if "port" in end),
+                secret=secret,
+            )
+        return cls(engine, channel, links, nbytes, memory, rendezvous)
 
     @classmethod
     async def for_upload(cls, engine: Engine, upload: str, nbytes: int) -> WorkerLinks:
@@ -132,8 +135,8 @@ class WorkerLinks:
         Raises:
             Conflict, EngineFailure: as for :meth:`open`.
         """
-        described, links = await _opened(engine, "tito_upload_open", upload=upload)
-        return cls(engine, upload, "ipc", links, described, "", "", nbytes)
+        _, links = await _opened(engine, "tito_upload_open", upload=upload)
+        return cls(engine, upload, links, nbytes)
 
     async def join(self, seconds: float) -> None:
         """Let the workers meet the trainer.

@@ -34,8 +34,8 @@ class Slot:
 
 def copy_into(buffer: Tensor, origin: int, slots: Sequence[Slot]) -> None:
     """Copy tensors into a buffer that begins at byte ``origin``, casting, in few launches."""
-    targets = [buffer[slot.start - origin : slot.end - origin].view(slot.dtype) for slot in slots]
-    torch._foreach_copy_(targets, [slot.source for slot in slots])
+    places = [buffer[slot.start - origin : slot.end - origin].view(slot.dtype) for slot in slots]
+    torch._foreach_copy_(places, [slot.source for slot in slots])
 
 
 def _slots(layout: Layout, tensors: Iterable[Named], first: torch.dtype | None) -> Iterator[Slot]:

@@ -173,14 +173,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def use_norm_kernels(model: nn.Module) -> int:
     """Replace the forward pass of every norm that computes the same; returns how many there are."""
-    norms = [module for module in model.modules() if _is_same(module)]
-    for norm in norms:
-        norm.forward = MethodType(_forward, norm)
-    return len(norms)
+    alike = [module for module in model.modules() if _is_same(module)]
+    for module in alike:
+        module.forward = MethodType(_forward, module)
+    return len(alike)
 
 
-def _forward(norm: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
+def _forward(module: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ its sockets and its thread are the real ones. With a GPU the same is done with v
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from tests.rollout_server.support import (
     Tensors,
     Weights,
     digest_of,
+    eventually,
     lazy,
     sharpened,
 )
@@ -119,6 +121,9 @@ def server(tiny_model: Path, tmp_path: Path, base: Weights) -> Iterator[Server]:
         engines.append(CopyEngine(worker=PlainWorker(base.tensors)))
         return engines[-1]
 
+    # Of other tests: threads that outlast them free it, or it stays in cycles with their errors.
+    gc.collect()
+    eventually(lambda: own_shared_memory() == 0)
     reload_dir = tmp_path / "reload"
     reload_dir.mkdir()
     settings = ServerSettings(

@@ -2,7 +2,7 @@
 
     step-000040/
       model/        safetensors and tokenizer, readable by transformers; float32 of what has masters
-      trainer.pt    optimizer, scheduler and random states
+      trainer.pt    optimizer, scheduler, loss scale and random states
       state.json    step, data position, version and digest
       queue.msgpack what was asked for later steps, with the answers that had come
 
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.amp import GradScaler
 
 from shared.codec import decode, encode
 from shared.errors import TitoError
@@ -67,6 +68,7 @@ def save_checkpoint(
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scaler: GradScaler,
     keep: int,
     queue: Sequence[dict[str, Any]] = (),
 ) -> Path:
@@ -89,6 +91,7 @@ def save_checkpoint(
     state = {
         "optimizer": whole_optimizer(optimizer),
         "scheduler": scheduler.state_dict(),
+        "scaler": scaler.state_dict(),
         "random": random_states(),
     }
     torch.save(state, unfinished / "trainer.pt")
@@ -159,8 +162,11 @@ def restore_trainer(
     *,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scaler: GradScaler,
 ) -> None:
-    """Bring optimizer, scheduler and all random states back; the model is loaded from ``model/``.
+    """Bring all but the model back, which is loaded from ``model/``.
+
+    A loss scale begins anew where the run had none.
 
     Raises:
         CheckpointError: the file is unreadable, or the optimizer has other parameters.
@@ -170,6 +176,8 @@ def restore_trainer(
         state = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(spread_optimizer(state["optimizer"], optimizer))
         scheduler.load_state_dict(state["scheduler"])
+        if scale := state.get("scaler"):
+            scaler.load_state_dict(scale)
         restore_random_states(state["random"])
     except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the checkpoint
         raise

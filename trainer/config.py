@@ -45,7 +45,8 @@ class ModelConfig(_Section):
     dtype: DType = Field(
         default="float32",
         description="What the model computes in; half precision is faster on a GPU and halves what "
-        "is kept for the backward pass.",
+        "is kept for the backward pass. float16 scales the loss so that small gradients do not "
+        "become 0, and skips an update whose gradients are too large for it.",
     )
     master_weights: bool = Field(
         default=True,
@@ -87,6 +88,15 @@ class ModelConfig(_Section):
         description="Compile the layers with torch, which takes minutes when they first run.",
     )
     lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="after")
+    def _can_be_updated(self) -> Self:
+        if self.dtype == "float16" and not self.master_weights:
+            raise ValueError(
+                "dtype 'float16' needs master_weights: squares of gradients, which AdamW divides "
+                "by, are 0 in it"
+            )
+        return self
 
     def keeps_masters(self) -> bool:
         """Whether trained weights are float32 though the model computes in half precision."""

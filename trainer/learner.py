@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.amp import GradScaler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.tokens import tokenizer_fingerprint
@@ -34,6 +35,8 @@ class Learner:
     """The trained model and everything that changes with it.
 
     Attributes:
+        scaler: of the loss where the model computes in float16, else disabled: it then does
+            nothing and waits for nothing.
         reference: the frozen model that the KL is measured against; None when beta is 0, and when
             there is an adapter, without which the model is its own reference.
         fingerprint: of the tokenizer, to be compared with the server's.
@@ -47,6 +50,7 @@ class Learner:
     tokenizer: PreTrainedTokenizerBase
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: GradScaler
     objective: Objective
     device: torch.device
     fingerprint: str
@@ -90,8 +94,9 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
     _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
     scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
+    scaler = GradScaler(device.type, enabled=config.model.dtype == "float16")
     if checkpoint:
-        restore_trainer(checkpoint, optimizer=optimizer, scheduler=scheduler)
+        restore_trainer(checkpoint, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     else:
         seed_everything(config.train.seed)
     return Learner(
@@ -100,6 +105,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         tokenizer=tokenizer,
         optimizer=optimizer,
         scheduler=scheduler,
+        scaler=scaler,
         objective=objective,
         device=device,
         fingerprint=tokenizer_fingerprint(tokenizer),

@@ -37,6 +37,8 @@ class Fate(StrEnum):
     """The server cut it off for a reason of its own."""
     EMPTY = "empty"
     """A completion without a token, which leaves nothing to train on."""
+    OVERFLOWED = "overflowed"
+    """Would have been trained, but no gradient of the step fitted into float16."""
     STALE = "stale"
     """Some token of it is from older weights than train.max_staleness allows."""
 
@@ -153,9 +155,15 @@ def _unusable(sample: Sample, outcome: Outcome) -> Fate | None:
 def fate_of(group: Sequence[Fate]) -> Fate:
     """The fate of a group, given those of its samples."""
     scored = [fate for fate in group if fate not in NEVER_SCORED]
-    if Fate.TRAINED in scored:
-        return Fate.TRAINED
+    for decisive in (Fate.TRAINED, Fate.OVERFLOWED):
+        if decisive in scored:
+            return decisive
     return scored[0] if scored else group[0]
+
+
+def without_update(fates: Sequence[Sequence[Fate]]) -> list[list[Fate]]:
+    """Fates of a step of which no update was made, because all its gradients overflowed."""
+    return [[Fate.OVERFLOWED if f is Fate.TRAINED else f for f in group] for group in fates]
 
 
 def account(

@@ -41,6 +41,8 @@ class StepMetrics:
         sampler_idle_seconds: of the step, how long a server had nothing to sample for this run.
         masked: share of trained tokens that the mismatch correction left without a gradient.
         masked_by_length: the same by the length of their sample, such as ``65-128``.
+        skipped_updates, loss_scale: what float16 costs, see :class:`trainer.update.Update`; 0 and
+            NaN in other precisions.
     """
 
     step: int
@@ -70,6 +72,8 @@ class StepMetrics:
     masked: float = 0.0
     masked_by_length: dict[str, float] = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
+    skipped_updates: int = 0
+    loss_scale: float = math.nan
 
 
 def measure(
@@ -126,6 +130,8 @@ def measure(
         masked=update.masked_tokens / max(update.loss_tokens, 1),
         masked_by_length=update.masked_by_length,
         rewards=reward_means(reward_names, outcomes),
+        skipped_updates=update.skipped,
+        loss_scale=update.loss_scale,
     )
 
 

@@ -28,6 +28,7 @@ LOST = {
     Fate.ZERO_VARIANCE: "zero variance",
     Fate.SINGLETON: "alone in their group",
     Fate.TRUNCATED: "truncated, kept out",
+    Fate.OVERFLOWED: "gradient overflowed",
 }
 """Every fate but ``trained``, in the order in which a sample may meet it."""
 

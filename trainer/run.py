@@ -109,6 +109,7 @@ class Run:
             tokenizer=self.learner.tokenizer,
             optimizer=self.learner.optimizer,
             scheduler=self.learner.scheduler,
+            scaler=self.learner.scaler,
             keep=self.config.train.keep_checkpoints,
             queue=self.sampler.queued(),
         )

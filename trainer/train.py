@@ -31,7 +31,7 @@ from trainer.ranks import ALONE, Ranks
 from trainer.rewards import refuse_no_verdict, score_rollout
 from trainer.run import Run, how_to_resume, open_run
 from trainer.stopping import stop_on_signals
-from trainer.update import learn, training_set
+from trainer.update import Update, learn, training_set
 
 
 def train(
@@ -133,6 +133,8 @@ def take_step(run: Run, step: int) -> None:
     times.append(time.perf_counter())
 
     # 5. Everything that was asked for is accounted for.
+    if update.skipped and not update.updates:
+        fates = ledger.without_update(fates)
     accounts = ledger.account(
         step=step,
         prompts=len(tasks),
@@ -159,7 +161,7 @@ def take_step(run: Run, step: int) -> None:
             reward_names=[part.name for part in run.reward.parts],
         )
     )
-    _tell_problems(run, rollout, accounts)
+    _tell_problems(run, rollout, accounts, update)
 
 
 def _judged(run: Run, step: int, tasks: list[Task], rollout: Rollout) -> Judged:
@@ -173,10 +175,12 @@ def _is_stale(run: Run, step: int, sample: Sample) -> bool:
     return run.servers.published.staleness(sample, step) > run.config.train.max_staleness
 
 
-def _tell_problems(run: Run, rollout: Rollout, accounts: StepLedger) -> None:
+def _tell_problems(run: Run, rollout: Rollout, accounts: StepLedger, update: Update) -> None:
     """Say what makes this step teach less than it could."""
     for check in (check_variety(rollout), check_room(rollout)):
         run.log.problem(check.name, None if check.passed else f"{check.found}. {check.advice}")
+    found = f"{update.skipped} updates skipped, the next loss is scaled by {update.loss_scale:g}"
+    run.log.problem("float16 overflowed", found if update.skipped else None)
     errors = accounts.reward_errors
     failed = f"{sum(errors.values())} samples, most often: {next(iter(errors), '')}"
     run.log.problem("reward errors", failed if errors else None)

@@ -28,6 +28,9 @@ from trainer.rewards import Outcome, Score
 from trainer.sharding import clip_gradient
 from trainer.shares import Share, hand_out, over_ranks
 
+_LOWEST_SCALE = 1.0
+"""Of the loss. A gradient that overflows float16 without being scaled up will do so again."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -35,7 +38,11 @@ class Update:
 
     Attributes:
         updates: 0 when nothing was worth training on; every other figure is then NaN or 0.
-        loss_tokens: tokens that bore loss, counted from the batch's mask.
+        skipped: updates left out because their gradient did not fit into float16. The other figures
+            but the gradient's norm are of these too.
+        loss_scale: that the next loss is multiplied by; NaN when the model computes in another
+            precision than float16.
+        loss_tokens: tokens that bore loss, counted from the batch's mask; 0 without an update.
         loss: value of the objective.
         kl_sampler: KL(sampler || policy), nats per token, estimator k3.
         kl_reference: KL(policy || reference), nats per token; NaN without a reference.
@@ -49,6 +56,8 @@ class Update:
     """
 
     updates: int = 0
+    skipped: int = 0
+    loss_scale: float = math.nan
     loss_tokens: int = 0
     loss: float = math.nan
     kl_sampler: float = math.nan
@@ -157,9 +166,10 @@ def learn_share(learner: Learner, share: Share, config: Config) -> Update:
                 weights=weights,
                 ref_logprobs=reference,
             )
-            torch.autograd.backward(loss)
+            torch.autograd.backward(learner.scaler.scale(loss))
             tally.add(sums, _kl_from_sampler(part, logprobs))
-        tally.norms.append(_step_optimizer(learner, config.optimizer.max_gradient_norm))
+        norm = _step_optimizer(learner, config.optimizer.max_gradient_norm, tally.loss)
+        tally.norms.append(norm)
     return tally.summary(learner)
 
 
@@ -206,18 +216,43 @@ def _kl_from_sampler(part: Batch, logprobs: Tensor) -> Tensor:
     return torch.where(part.completion_mask, kl, 0.0).sum()
 
 
-def _step_optimizer(learner: Learner, max_norm: float) -> float:
-    """Clip, step, and clear the gradient; returns its norm before clipping."""
+def _step_optimizer(learner: Learner, max_norm: float, loss: Tensor) -> float:
+    """Clip, step, and clear the gradient; returns its norm before clipping.
+
+    A gradient that has overflowed float16 is dropped, and the next loss scaled by half. Its norm,
+    which is that of all ranks, is not finite then.
+
+    Args:
+        loss: before it was scaled; this rank's part.
+    """
+    learner.scaler.unscale_(learner.optimizer)
     norm = clip_gradient(learner.optimizer, max_norm)
-    if not torch.isfinite(norm):
-        # Stepping would fill the model with NaN, and every later step would be for nothing.
+    if torch.isfinite(norm):
+        learner.optimizer.step()
+        learner.scheduler.step()
+    else:
+        _refuse_hopeless(learner, norm, loss)
+    learner.scaler.update()
+    learner.optimizer.zero_grad(set_to_none=True)
+    return float(norm)
+
+
+def _refuse_hopeless(learner: Learner, norm: Tensor, loss: Tensor) -> None:
+    """Raise unless a smaller scale may help; stepping would fill the model with NaN."""
+    if not learner.scaler.is_enabled():
         raise TrainerError(
             f"the gradient's norm is {norm.item()}: lower optimizer.lr, or look at the last rewards"
         )
-    learner.optimizer.step()
-    learner.scheduler.step()
-    learner.optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    whole = learner.ranks.reduced(loss)
+    if not torch.isfinite(whole):
+        raise TrainerError(
+            f"the loss is {whole.item()}, whatever it is scaled by: look at the last rewards, or "
+            'set model.dtype = "bfloat16", which has the range of float32'
+        )
+    if learner.scaler.get_scale() <= _LOWEST_SCALE:
+        raise TrainerError(
+            'gradients do not fit into float16 as they are: set model.dtype = "bfloat16"'
+        )
 
 
 class _Tally:
@@ -228,6 +263,12 @@ class _Tally:
         self.drift = torch.tensor(0.0)
         self.norms: list[float] = []
 
+    @property
+    def loss(self) -> Tensor:
+        """Of all updates so far; this rank's part."""
+        assert self.sums is not None
+        return self.sums.loss
+
     def add(self, sums: LossSums, drift: Tensor) -> None:
         self.sums = sums if self.sums is None else self.sums + sums
         self.drift = self.drift + drift
@@ -235,17 +276,20 @@ class _Tally:
     def summary(self, learner: Learner) -> Update:
         assert self.sums is not None
         sums = over_ranks(self.sums, learner.ranks)
-        means, updates = sums.metrics(), len(self.norms)
+        means, passes, scaler = sums.metrics(), len(self.norms), learner.scaler
+        made = [norm for norm in self.norms if math.isfinite(norm)]
         return Update(
-            updates=updates,
-            loss_tokens=int(means["tokens"]) // updates,
-            loss=means["loss"] / updates,
+            updates=len(made),
+            skipped=passes - len(made),
+            loss_scale=scaler.get_scale() if scaler.is_enabled() else math.nan,
+            loss_tokens=int(means["tokens"]) // passes if made else 0,
+            loss=means["loss"] / passes,
             kl_sampler=float(learner.ranks.reduced(self.drift)) / max(means["tokens"], 1.0),
             kl_reference=means["kl"] if learner.objective.beta > 0 else math.nan,
             ratio=means["ratio"],
             clipped=means["clipped_low"] + means["clipped_high"],
-            masked_tokens=int(sums.dropped) // updates,
+            masked_tokens=int(sums.dropped) // passes if made else 0,
             masked_by_length=sums.dropped_shares(),
-            gradient_norm=sum(self.norms) / updates,
+            gradient_norm=sum(made) / len(made) if made else math.nan,
             learning_rate=learner.optimizer.param_groups[0]["lr"],
         )

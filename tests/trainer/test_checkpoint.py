@@ -77,6 +77,7 @@ def save(
         tokenizer=learner.tokenizer,
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
+        scaler=learner.scaler,
         keep=keep,
         queue=queue,
     )
@@ -215,4 +216,9 @@ def test_damaged_checkpoints_are_told_apart(tmp_path: Path, config: Config) -> N
     for content in (b"", b"nonsense"):
         (path / "trainer.pt").write_bytes(content)
         with pytest.raises(CheckpointError, match="does not fit"):
-            restore_trainer(path, optimizer=learner.optimizer, scheduler=learner.scheduler)
+            restore_trainer(
+                path,
+                optimizer=learner.optimizer,
+                scheduler=learner.scheduler,
+                scaler=learner.scaler,
+            )

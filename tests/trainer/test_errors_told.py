@@ -199,7 +199,7 @@ def test_no_memory_is_not_taken_for_a_checkpoint_of_another_run(tmp_path: Path) 
     torch.save(states, tmp_path / "trainer.pt")
     full: Any = SimpleNamespace(load_state_dict=no_memory, param_groups=[])
     with pytest.raises(torch.OutOfMemoryError):
-        restore_trainer(tmp_path, optimizer=full, scheduler=full)
+        restore_trainer(tmp_path, optimizer=full, scheduler=full, scaler=full)
 
 
 def test_no_memory_is_not_taken_for_a_model_that_cannot_be_packed(

@@ -195,6 +195,7 @@ def save(root: Path, learner: Learner) -> Path:
         tokenizer=learner.tokenizer,
         optimizer=learner.optimizer,
         scheduler=learner.scheduler,
+        scaler=learner.scaler,
         keep=1,
     )
 

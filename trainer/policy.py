@@ -97,11 +97,16 @@ def check_logits(model: PreTrainedModel) -> None:
     """Raise ``ValueError`` unless the logits built here are those of the model's own forward pass.
 
     Some architectures scale or cap their logits after the head. One that this module does not know
-    of would give wrong log-probabilities without a sign of it, so a few tokens are compared.
+    of would give wrong log-probabilities without a sign of it, so a few tokens are compared. Some
+    models overflow float16.
     """
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(_PROBE_TOKENS, device=model.device).remainder(vocabulary)[None]
     expected = model(input_ids=ids, use_cache=False).logits
+    if not expected.isfinite().all():
+        cure = "; bfloat16 has the range of float32" if model.dtype == torch.float16 else ""
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(f"{type(model).__name__} in {dtype} gives infinite logits or NaN{cure}")
     ours = head_of(model).logits(_hidden_states(model, ids, torch.ones_like(ids).bool()))
     tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-4) * expected.abs().max().item()
     if not (ours - expected).abs().max().item() <= tolerance:  # NaN is refused too

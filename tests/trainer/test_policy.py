@@ -443,5 +443,14 @@ def test_a_model_that_gives_nan_is_refused() -> None:
     model = build("qwen3")
     with torch.no_grad():
         model.get_parameter("model.embed_tokens.weight").fill_(float("nan"))
-    with pytest.raises(ValueError, match="logits"):
+    with pytest.raises(ValueError, match=r"in float64 gives infinite logits or NaN$"):
         check_logits(model)
+
+
+def test_a_model_that_overflows_float16_is_refused() -> None:
+    model = build("qwen3", torch.bfloat16)
+    with torch.no_grad():  # as models that were trained in bfloat16 have become
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1e6)
+    check_logits(model)
+    with pytest.raises(ValueError, match=r"in float16 gives infinite .*bfloat16 has the range"):
+        check_logits(model.half())

@@ -21,6 +21,7 @@ _FATES = {
     "reward_error": "the reward gave no verdict",
     "reward_timeout": "the reward gave no verdict in time",
     "truncated": "cut off at max_tokens, which the objective leaves out",
+    "overflowed": "its step's gradients were too large for float16, so no update was made",
     "aborted": "cut off by the server",
     "empty": "no token in it",
     "stale": "from weights older than train.max_staleness",

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rollout import DIMS, make_model  # type: ignore[import-not-found]
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,6 +47,7 @@ from shared.delta_sender import DeltaBase
 from shared.errors import TitoError
 from shared.protocol import ReloadResult
 from shared.weights import LazyTensor, TensorSpec
+from tests.bench.models import DIMS, make_model
 from trainer.channel_pieces import Named
 from trainer.channels import ChannelSender
 from trainer.lora import Merged

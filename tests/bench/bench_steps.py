@@ -23,7 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench.bench_rollout import DIMS, make_model, prompts, report
+from tests.bench.models import DIMS, make_model, random_prompts
+from tests.bench.results import report
 
 GROUP = 8
 _BEFORE = 12
@@ -67,7 +68,7 @@ def begin(engine: Any, sequences: int, asked: argparse.Namespace) -> None:
     sampling = SamplingSettings(
         max_tokens=answer_tokens(asked), temperature=asked.temperature, ignore_eos=True
     )
-    for name, ids in enumerate(prompts(sequences // GROUP, asked.prompt_tokens)):
+    for name, ids in enumerate(random_prompts(sequences // GROUP, asked.prompt_tokens)):
         prompt = TokensPrompt(prompt_token_ids=ids)
         engine.add_request(f"{sequences}-{name}", prompt, _params(sampling, GROUP))
     scheduler = engine.engine_core.engine_core.scheduler

@@ -81,7 +81,8 @@ class ModelConfig(_Section):
     fused_layers: bool | Literal["auto"] = Field(
         default="auto",
         description="Run each decoder layer as one function with a backward pass of its own; auto: "
-        "on a GPU and one rank, where sequences are packed and layers known and not compiled.",
+        "on a GPU and one rank, where sequences are packed and layers known and not compiled; a "
+        "run says why not.",
     )
     compile: bool = Field(
         default=False,

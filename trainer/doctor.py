@@ -58,6 +58,7 @@ def diagnose(config: Config) -> Iterator[Finding]:
         yield Finding("model", FAILURE, str(error), "Mend model.path, or the settings in [model].")
         return
     yield _packing(learner)
+    yield _layers(learner)
     yield from find_rounding(config, learner)
     yield from _servers(config, learner)
     with ExitStack() as stack:
@@ -79,6 +80,11 @@ def _packing(learner: Learner) -> Finding:
         "model", WARNING, f"loaded; sequences are padded: {learner.unpacked}",
         "Nothing, if you want it so. Padding costs time where answers differ in length.",
     )  # fmt: skip
+
+
+def _layers(learner: Learner) -> Finding:
+    how = f"not fused: {learner.unfused}" if learner.unfused else "fused, and say what they did"
+    return Finding("layers", OK, f"the decoder's are {how}")
 
 
 def _servers(config: Config, learner: Learner) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -29,29 +30,37 @@ _PROBE_LENGTHS = (37, 1, 90)
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
 
 
-def choose_fused_layers(model: PreTrainedModel, options: ModelConfig) -> bool:
+def choose_fused_layers(model: PreTrainedModel, options: ModelConfig) -> str:
     """Fuse the layers if the configuration wants it, or leaves it open and they suit.
 
     Returns:
-        Whether they are fused; activations are then kept or not as
+        Why they are not fused; empty when they are. Activations are then kept or not as
         ``model.activation_checkpointing`` says.
 
     Raises:
         ConfigError: they are to be fused and cannot be.
     """
-    if options.fused_layers is False or options.compile:
-        return False
+    if options.fused_layers is False:
+        return "model.fused_layers is false"
     try:
-        if model.device.type != "cuda":
-            raise ValueError("there is no GPU")
+        if options.compile:
+            raise ValueError("model.compile is on")
+        _refuse_without_kernels(model.device)
         fuse_layers(model, options.activation_checkpointing)
     except ValueError as error:
         if options.fused_layers is True:
             raise ConfigError(
                 f"model.fused_layers: {error}", advice='set model.fused_layers = "auto"'
             ) from error
-        return False
-    return True
+        return str(error)
+    return ""
+
+
+def _refuse_without_kernels(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"the model is on {device}, not on a GPU")
+    if find_spec("triton") is None:
+        raise ValueError("triton is not installed")
 
 
 def fuse_layers(model: PreTrainedModel, share: float = 0.0) -> None:
@@ -182,8 +191,9 @@ def _refuse_unknown(layer: Any) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     own = [attention.q_proj, attention.k_proj, attention.v_proj]
     rest = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if any(type(x) is not nn.Linear for x in own + rest):
-        raise ValueError("its projections are not plain ones")
+    if others := {type(x) for x in own + rest} - {nn.Linear}:
+        named = ", ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
+        raise ValueError(f"its projections are not plain ones: {named}")
     if any(x.bias is not None for x in rest) or len({x.bias is None for x in own}) > 1:
         raise ValueError("its biases are not those of queries, keys and values")
     # Where Liger's kernels have been chosen for another model, new ones get its MLP, without one.
@@ -205,6 +215,8 @@ def _refuse_unknown(layer: Any) -> None:
 
 def _refuse_different(decoder: Any, layer: Any, form: Any) -> None:
     """Compare with the layer's own modules, each with what they find in float32."""
+    from triton.errors import TritonError
+
     try:
         plain = layer.forward
         fused = partial(_forward, layer, form, plain)
@@ -213,14 +225,16 @@ def _refuse_different(decoder: Any, layer: Any, form: Any) -> None:
         known, found = (_probe(decoder, layer, forward) for forward in (plain, fused))
     except torch.OutOfMemoryError:  # a RuntimeError, and nothing about the layers
         raise
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"its layers cannot be fused: {error}") from error
-    tolerance = _TOLERANCES.get(found[0].dtype, 0.0)
-    for one, other, best in zip(found, known, exact, strict=True):
-        if not _off(one, best) <= 2 * _off(other, best) + tolerance:  # NaN is refused too
+    except (TypeError, RuntimeError, TritonError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"its layers cannot be fused: {said}") from error
+    tolerance = _TOLERANCES.get(found["output"].dtype, 0.0)
+    for name, best in exact.items():
+        fused_off, known_off = _off(found[name], best), _off(known[name], best)
+        if not fused_off <= 2 * known_off + tolerance:  # NaN is refused too
             raise ValueError(
-                f"its layers say something else when they are fused: a difference of "
-                f"{_off(one, best):.2g}, and of {_off(other, best):.2g} as they are"
+                f"its layers say something else when they are fused: the {name} is off by "
+                f"{fused_off:.2g}, and by {known_off:.2g} as they are"
             )
 
 
@@ -229,10 +243,10 @@ def _off(one: Tensor, best: Tensor) -> float:
     return difference.item()
 
 
-def _probe(decoder: Any, layer: Any, forward: Any) -> list[Tensor]:
-    """Output for a few sequences, and gradients of input and trained weights."""
-    weights = [x for x in weights_of(layer) if x is not None]
-    some, generator = weights[0], torch.Generator().manual_seed(0)
+def _probe(decoder: Any, layer: Any, forward: Any) -> dict[str, Tensor]:
+    """Output for a few sequences, and gradients of input and trained weights, by name."""
+    weights = {name: x for name, x in weights_of(layer)._asdict().items() if x is not None}
+    some, generator = weights["input_norm"], torch.Generator().manual_seed(0)
     lengths = torch.tensor(_PROBE_LENGTHS)
     positions = torch.cat([torch.arange(n) for n in _PROBE_LENGTHS])[None].to(some.device)
 
@@ -242,7 +256,7 @@ def _probe(decoder: Any, layer: Any, forward: Any) -> list[Tensor]:
 
     x, slope = draw(), draw()
     with torch.enable_grad():
-        inputs = [x.requires_grad_(), *weights]
+        inputs = {"input": x.requires_grad_()} | weights
         boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(some.device, torch.int32)
         y = forward(
             x,
@@ -253,5 +267,7 @@ def _probe(decoder: Any, layer: Any, forward: Any) -> list[Tensor]:
             max_length_q=max(_PROBE_LENGTHS),
             max_length_k=max(_PROBE_LENGTHS),
         )
-        trained = [tensor for tensor in inputs if tensor.requires_grad]
-        return [y.detach(), *torch.autograd.grad(y, trained, slope)]
+        trained = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        slopes = torch.autograd.grad(y, list(trained.values()), slope)
+        named = zip((f"gradient of {name}" for name in trained), slopes, strict=True)
+        return {"output": y.detach()} | dict(named)

@@ -42,6 +42,7 @@ class Learner:
         fingerprint: of the tokenizer, to be compared with the server's.
         pad_id: fills the batch; nothing depends on which id it is.
         unpacked: why sequences are padded, not packed; empty when they are packed.
+        unfused: why decoder layers run as the model's own modules; empty when they are fused.
         ranks: the processes over which the model is spread.
     """
 
@@ -56,6 +57,7 @@ class Learner:
     fingerprint: str
     pad_id: int
     unpacked: str = ""
+    unfused: str = ""
     ranks: Ranks = ALONE
 
 
@@ -81,15 +83,15 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         reference = load_reference(config.model.path, dtype=dtype, device=device)
     models = [model] if reference is None else [model, reference]
     unpacked = _choose_packing(config, models)
-    fused = _fuse(models, config, ranks)
+    unfused = _fuse(models, config, ranks)
     for each in models:
         # After the layers are fused: Liger gives MLPs another class.
-        if not fused or config.model.liger is True:
+        if unfused or config.model.liger is True:
             choose_liger(each, config.model)
     if config.model.compile:
         for each in models:
             compile_layers(each, config.model.activation_checkpointing)
-    elif not fused:
+    elif unfused:
         checkpoint_layers(model, config.model.activation_checkpointing)
     _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
@@ -111,6 +113,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         fingerprint=tokenizer_fingerprint(tokenizer),
         pad_id=tokenizer.pad_token_id or 0,
         unpacked=unpacked,
+        unfused=unfused,
         ranks=ranks,
     )
 
@@ -170,16 +173,19 @@ def _spread(models: list[PreTrainedModel], finer: Finer | None, ranks: Ranks) ->
         keep_masters(model, finer)
 
 
-def _fuse(models: list[PreTrainedModel], config: Config, ranks: Ranks) -> bool:
-    """Fuse layers if the configuration wants it; returns whether those of all models are fused."""
-    if ranks.size > 1:
+def _fuse(models: list[PreTrainedModel], config: Config, ranks: Ranks) -> str:
+    """Fuse layers if the configuration wants it; returns why not those of all models."""
+    if ranks.size > 1 and config.model.fused_layers is not False:
         if config.model.fused_layers is True:
             raise ConfigError(
                 "model.fused_layers does not work with several ranks",
                 advice='set model.fused_layers = "auto"',
             )
-        return False
-    return all(choose_fused_layers(model, config.model) for model in models)
+        return f"there are {ranks.size} ranks"
+    for whose, model in zip(("", "the reference: "), models, strict=False):
+        if reason := choose_fused_layers(model, config.model):
+            return whose + reason
+    return ""
 
 
 def _choose_packing(config: Config, models: list[PreTrainedModel]) -> str:

@@ -247,6 +247,7 @@ def _announce(log: ProgressLog, config: Config, learner: Learner, began: RunStat
     if config.model.keeps_masters():
         log.say(f"weights are {config.model.dtype}, rounded from float32 masters")
     log.say(f"sequences are {'padded: ' + learner.unpacked if learner.unpacked else 'packed'}")
+    log.say(f"decoder layers are {'not fused: ' + learner.unfused if learner.unfused else 'fused'}")
     log.say(LOSS_NOTE, "dim")
     if began.step:
         log.say(f"going on after step {began.step}")

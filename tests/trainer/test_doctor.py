@@ -90,7 +90,7 @@ def test_all_is_well_with_a_real_server(
         assert client.policy()["lease"] is None
     # The same weights were there already, so nothing has to be given back.
     assert list(found) == [
-        "model", "server", "tokenizer", "reload", "records", "log-probabilities",
+        "model", "layers", "server", "tokenizer", "reload", "records", "log-probabilities",
         "ratio at step 0", "packing", "reward", "variance", "truncation", "memory",
     ]  # fmt: skip
     for name in set(found) - {"truncation"}:  # a barely trained policy rambles
@@ -103,7 +103,8 @@ def test_all_is_well_with_a_real_server(
 def test_a_server_that_is_not_there(config_of: Callable[..., Config]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     found = found_by(config_of(server={"url": url, "ready_timeout": 0.1}))
-    assert list(found) == ["model", "server", "memory"]
+    assert list(found) == ["model", "layers", "server", "memory"]
+    assert found["layers"].found == "the decoder's are not fused: the model is on cpu, not on a GPU"
     assert found["server"].verdict == FAILURE
     assert url in found["server"].found
     assert "Start it" in found["server"].advice
@@ -121,7 +122,7 @@ def test_another_tokenizer(
         before = client.info()
         found = found_by(config_of(model={"path": str(copy)}))
         assert client.info() == before
-    assert list(found) == ["model", "server", "tokenizer", "memory"]
+    assert list(found) == ["model", "layers", "server", "tokenizer", "memory"]
     assert found["tokenizer"].verdict == FAILURE
 
 

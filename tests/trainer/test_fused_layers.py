@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -22,12 +28,19 @@ from transformers import (
 
 from tests.trainer.models import SIZES, VOCAB, build, gradients
 from tests.triton_interpreter import run_interpreted
-from trainer.config import LoraConfig, ModelConfig
+from trainer import fusing, learner
+from trainer.checkpoint import RunState
+from trainer.config import Config, LoraConfig, ModelConfig
+from trainer.config_file import parse_config
 from trainer.errors import ConfigError
 from trainer.fusing import _again, choose_fused_layers, fuse_layers, kept_of_a_token
+from trainer.learner import build_learner
 from trainer.lora import add_lora
 from trainer.packing import use_packing
 from trainer.policy import token_logprobs
+from trainer.progress import ProgressLog
+from trainer.run import _announce
+from trainer.tiny_policy import build_tokenizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 KINDS = ("qwen3", "qwen2", "llama")
@@ -119,14 +132,44 @@ def check_what_is_kept() -> None:
     assert estimates[0] - estimates[1] == (layers - 1) * of_a_layer
 
 
+def louder(mlp: Any, x: Tensor) -> Any:
+    return 1.1 * type(mlp).forward(mlp, x)
+
+
+def steeper(mlp: Any, x: Tensor) -> Any:
+    """The same value, with another gradient."""
+    y = type(mlp).forward(mlp, x)
+    return y + 0.1 * (y - y.detach())
+
+
 def check_other_computation_is_refused() -> None:
-    model: Any = make("llama", torch.float32, "cpu")
-    layer = model.model.layers[0]
-    layer.mlp.forward = MethodType(lambda mlp, x: 1.1 * type(mlp).forward(mlp, x), layer.mlp)
-    before = dict(vars(layer))
-    with pytest.raises(ValueError, match="something else when they are fused"):
-        fuse_layers(model)
-    assert vars(layer) == before
+    for other, what in ((louder, "output"), (steeper, "gradient of input")):
+        model: Any = make("llama", torch.float32, "cpu")
+        layer = model.model.layers[0]
+        layer.mlp.forward = MethodType(other, layer.mlp)
+        before = dict(vars(layer))
+        said = rf"something else when they are fused: the {what} is off by 0\.0\d+, and by 0 as"
+        with pytest.raises(ValueError, match=said):
+            fuse_layers(model)
+        assert vars(layer) == before
+        assert re.search(said, choose_fused_layers(model, ModelConfig(path="x")))
+
+
+def check_a_run_says_that_its_layers_are_fused() -> None:
+    with TemporaryDirectory() as directory:
+        path = Path(directory)
+        build_tokenizer().save_pretrained(path)
+        make("llama", torch.float32, "cpu", vocab_size=300).save_pretrained(path)
+        said = announced(parse_config({"model": {"path": directory, "device": "cpu"}}), path)
+    assert said.count("decoder layers are fused\n") == 1
+
+
+def announced(config: Config, directory: Path) -> str:
+    """What a run with this configuration says at its start."""
+    out = io.StringIO()
+    with ProgressLog(directory, 1, console=Console(file=out, soft_wrap=True)) as log:
+        _announce(log, config, build_learner(config, None), RunState())
+    return out.getvalue()
 
 
 def check_a_second_backward_pass_is_refused() -> None:
@@ -239,7 +282,7 @@ def other_layer() -> PreTrainedModel:
     ("model", "why"),
     [
         (unpacked, "are not packed"),
-        (with_adapter, "not plain ones"),
+        (with_adapter, r"not plain ones: peft\.tuners\.lora"),
         (watched, "have hooks"),
         (partly_frozen, "some are frozen"),
         (biased, "its biases"),
@@ -248,24 +291,71 @@ def other_layer() -> PreTrainedModel:
         (other_layer, "MistralDecoderLayer are not known"),
     ],
 )
-def test_layers_that_are_not_known_are_refused_and_left_as_they_were(model: Any, why: str) -> None:
+def test_layers_that_are_not_known_are_refused_and_left_as_they_were(
+    model: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = model()
     with pytest.raises(ValueError, match=why):
         fuse_layers(built)
     assert all("forward" not in vars(layer) for layer in built.model.layers)
 
+    # Where they may stay as they are that is the reason given, elsewhere it is an error.
+    monkeypatch.setattr(fusing, "_refuse_without_kernels", lambda _: None)
+    assert re.search(why, choose_fused_layers(built, ModelConfig(path="x")))
+    with pytest.raises(ConfigError, match=rf"model\.fused_layers: .*{why}"):
+        choose_fused_layers(built, ModelConfig(path="x", fused_layers=True))
 
-def test_without_a_gpu_layers_stay_as_they_are() -> None:
-    model = packed()
-    assert not choose_fused_layers(model, ModelConfig(path="x"))
-    with pytest.raises(ConfigError, match="there is no GPU"):
-        choose_fused_layers(model, ModelConfig(path="x", fused_layers=True))
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "the model is on cpu, not on a GPU"),
+        ({"compile": True}, "model.compile is on"),
+        ({"fused_layers": False}, "model.fused_layers is false"),
+    ],
+)
+def test_a_run_says_once_why_its_layers_are_not_fused(
+    make_config: Callable[..., Config],
+    untrained_model: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    why: str,
+) -> None:
+    known: dict[str, Any] = {"path": str(untrained_model), "device": "cpu"}
+    said = announced(make_config(model=known | options), tmp_path)
+    assert said.count(f"decoder layers are not fused: {why}\n") == 1
+    if options.get("fused_layers") is not False:
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            build_learner(make_config(model=known | options | {"fused_layers": True}), None)
+
+
+def test_a_reference_that_is_not_fused_is_told_apart(
+    make_config: Callable[..., Config], untrained_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = iter(["", "its norms differ"])
+    monkeypatch.setattr(learner, "choose_fused_layers", lambda *_: next(reasons))
+    config = make_config(
+        model={"path": str(untrained_model), "device": "cpu"}, objective={"beta": 0.1}
+    )
+    assert build_learner(config, None).unfused == "the reference: its norms differ"
+
+
+def test_a_gpu_without_triton_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        fusing._refuse_without_kernels(torch.device("cuda"))
+
+
+@needs_gpu
+def test_auto_fuses_on_a_gpu() -> None:
+    assert choose_fused_layers(make("qwen3", torch.bfloat16, "cuda"), ModelConfig(path="x")) == ""
 
 
 if __name__ == "__main__":
-    from trainer import fused_layers, fusing, layer_kernels, norm_kernels
+    from trainer import fused_layers, layer_kernels, norm_kernels
 
     fusing._PROBE_LENGTHS = (5, 1, 9)
+    pytest.MonkeyPatch().setattr(fusing, "_refuse_without_kernels", lambda _: None)
     # Several programs and blocks even for what is tiny.
     norm_kernels._PROGRAMS, norm_kernels._ELEMENTS, layer_kernels._ELEMENTS = 3, 256, 128
     compare("qwen3", 0.0, "cpu")
@@ -277,5 +367,6 @@ if __name__ == "__main__":
         compare("qwen3", 0.0, "cpu")
     check_what_is_kept()
     check_other_computation_is_refused()
+    check_a_run_says_that_its_layers_are_fused()
     check_a_second_backward_pass_is_refused()
     check_what_is_not_packed_runs_as_before()

@@ -110,6 +110,7 @@ def test_a_run_on_two_ranks_is_that_of_one_and_either_goes_on_with_the_others_ch
     training = together(two, tmp_path)
     assert training.wait() == 0, training.printed()
     assert "the model is spread over 2 ranks" in training.printed()
+    assert "decoder layers are not fused: there are 2 ranks" in training.printed()
     assert training.printed().count("step 4/4  reward") == 1
     with RolloutClient(server.url) as client:
         assert (

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import xxhash
 
 from rollout_server.tensor_check import TensorCheck, TensorLook
 from shared.errors import MalformedBody, Problem, WeightsRejected
+from shared.tensor_hash import tensor_hash
 from shared.weights import (
     PREFIX_BYTES,
     TensorRange,
@@ -238,13 +238,13 @@ def reject_unfit(specs: dict[str, TensorSpec], manifest: Manifest) -> None:
 def content_digest(checkpoint: Checkpoint) -> str:
     """Digest of a checkpoint's tensors just as they are."""
     specs = checkpoint.specs.items()
-    return checkpoint_digest((spec, _hash(checkpoint.data(name))) for name, spec in specs)
+    return checkpoint_digest((spec, tensor_hash(checkpoint.data(name))) for name, spec in specs)
 
 
 def digest_of(checkpoint: Checkpoint, manifest: Manifest) -> str:
     """Digest that ``checkpoint`` has in canonical form, without writing that form anywhere."""
     return checkpoint_digest(
-        (spec, _hash(data)) for spec, data in canonical_tensors(checkpoint, manifest)
+        (spec, tensor_hash(data)) for spec, data in canonical_tensors(checkpoint, manifest)
     )
 
 
@@ -254,10 +254,6 @@ def reject_if(problems: Sequence[Problem], message: str) -> None:
         more = len(problems) - _PROBLEMS_SHOWN
         tail = f" ({more} more problems not shown)" if more > 0 else ""
         raise WeightsRejected(message + tail, problems=problems[:_PROBLEMS_SHOWN])
-
-
-def _hash(data: memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _untied(sent: Checkpoint, manifest: Manifest) -> list[Problem]:
@@ -286,5 +282,5 @@ def _write_canonical(sent: Checkpoint, manifest: Manifest, path: Path) -> str:
         file.write(encode_header(manifest.required.values()))
         for spec, data in canonical_tensors(sent, manifest):
             file.write(data)
-            hashes.append((spec, _hash(data)))
+            hashes.append((spec, tensor_hash(data)))
     return checkpoint_digest(hashes)

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-
 from rollout_server.checkpoints import Checkpoint, Manifest, canonical_tensors, reject_if
 from rollout_server.staging import open_over
 from rollout_server.tensor_check import count_not_finite, not_finite
 from shared.delta import Frame, apply_frame, block_ranges
 from shared.delta_reader import parse_delta
 from shared.errors import MalformedBody, WeightsRejected
+from shared.tensor_hash import TensorHash
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -133,7 +132,7 @@ def _write_tensor(
     fd: int, offset: int, spec: TensorSpec, data: memoryview, frames: dict[int, Frame]
 ) -> _Written:
     # Block by block, so that what was just changed is still in the cache when it is hashed.
-    whole, broken = xxhash.xxh3_128(), 0
+    whole, broken = TensorHash(), 0
     for block, where in enumerate(block_ranges(spec)):
         content: bytearray | memoryview = data[where]
         if frame := frames.get(block):

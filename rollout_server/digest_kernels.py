@@ -1,11 +1,7 @@
-"""XXH3-128 of many tensors on a GPU, in Triton, and which of them hold values that are not finite.
+"""XXH3-128 of many pieces on a GPU, in Triton, and which tensors hold values that are not finite.
 
-Within a block of 1024 bytes the stripes only add to the accumulators, so all blocks are summed in
-parallel, at the speed of memory; that pass looks for NaN and infinities, too. Between blocks the
-accumulators are scrambled, which cannot be reordered: one warp for each tensor walks over the sums
-of its blocks, a sixteenth of the bytes, and finishes the digest.
-
-Tables are ``int64``; their columns are told where they are read.
+Each piece is taken by a warp of its own, in one pass at the speed of memory: a few blocks of 1024
+bytes at once, each summed by all threads, and then one after the other mixed into the accumulators.
 """
 
 # Triton reads annotations as part of its own language.
@@ -18,40 +14,114 @@ import triton.language as tl
 # What a kernel reads from outside must be a constant of the language.
 _LANES = tl.constexpr(8)
 _STRIPES = tl.constexpr(16)
-_STRIPES_AT_ONCE = tl.constexpr(4)
+_STRIPE_BYTES = tl.constexpr(64)
 _BLOCK_WORDS = tl.constexpr(128)
 _PRIME32_1 = tl.constexpr(0x9E3779B1)
 _PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
 _PRIME64_2 = tl.constexpr(0xC2B2AE3D27D4EB4F)
+_ALL_BITS = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 _AVALANCHE = tl.constexpr(0x165667919E3779F9)
-# Columns of a tensor: its address, its length in bytes, and three words that tell whether a word
-# of its values holds one that is not finite, see `_not_finite`.
-_COLUMNS = tl.constexpr(5)
 # Where the keys begin that `secrets` holds one after the other.
 _SCRAMBLE, _START, _LAST = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
 _LOW, _HIGH = tl.constexpr(48), tl.constexpr(56)
-ROW_WORDS = 32
-_ROW_WORDS = tl.constexpr(ROW_WORDS)
-_ROW_BYTES = tl.constexpr(8 * ROW_WORDS)
+COLUMNS = 8
+_COLUMNS = tl.constexpr(COLUMNS)
+SHORT_WORDS = 32
+_SHORT_BYTES = tl.constexpr(8 * SHORT_WORDS)
 _LONGER_THAN = tl.constexpr(240)
-# How far ahead of itself the walk over sums looks, in stretches.
-_AHEAD = tl.constexpr(3)
 
 
 @triton.jit
-def _not_finite(value, tensor):
+def digest_pieces(work, secrets, results, flags, AT_ONCE: tl.constexpr):
+    """Digests of pieces, one for each program; begin at multiples of 16 bytes.
+
+    Args:
+        work: ``[pieces, 8]``, int64: address and length in bytes, the word of ``results`` and the
+            one of ``flags`` that it has, and three that tell values that are not finite.
+        secrets: the secret at every eighth byte, and other keys behind it.
+        results: written: the high and the low half of the digest; of a piece too short for the
+            formula its bytes.
+        flags: int32, set where a value is not finite.
+        AT_ONCE: how many blocks are loaded before the first is summed.
+    """
+    row = work + tl.program_id(0).to(tl.int64) * _COLUMNS
+    address, length = tl.load(row), tl.load(row + 1).to(tl.int32)
+    out = results + tl.load(row + 2)
+    if length > _LONGER_THAN:
+        finite = (tl.load(row + 4), tl.load(row + 5), tl.load(row + 6))
+        x, bad = _summed(address, length, finite, secrets, AT_ONCE)
+        x, bad_at_the_end = _with_last_stripe(x, address + length, finite, secrets)
+        bad = tl.maximum(bad, bad_at_the_end)
+        tl.store(flags + tl.load(row + 3), 1, mask=bad != 0)
+        lanes, size = tl.arange(0, _LANES), length.to(tl.uint64)
+        high, low = tl.load(secrets + _HIGH + lanes), tl.load(secrets + _LOW + lanes)
+        tl.store(out, _merged(x, high, size * _PRIME64_2 ^ _ALL_BITS))
+        tl.store(out + 1, _merged(x, low, size * _PRIME64_1))
+    else:
+        at = tl.arange(0, _SHORT_BYTES)
+        source = address.to(tl.pointer_type(tl.uint8)) + at
+        content = tl.load(source, mask=at < length, other=0)
+        tl.store(out.to(tl.pointer_type(tl.uint8)) + at, content, mask=at < length)
+
+
+@triton.jit
+def _summed(address, length, finite, secrets, AT_ONCE: tl.constexpr):
+    """Accumulators after all stripes but the last 64 bytes, and whether a value is not finite."""
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
+    stripes, lanes = tl.arange(0, _STRIPES)[:, None], tl.arange(0, _LANES)
+    words = stripes * _LANES + lanes[None, :]
+    key = tl.load(secrets + stripes + lanes[None, :])
+    scramble = tl.load(secrets + _SCRAMBLE + lanes)
+    x = tl.load(secrets + _START + lanes)
+    bad = tl.zeros((_STRIPES, _LANES), tl.uint64)
+    count = (length - 1) // _STRIPE_BYTES
+    last = count // _STRIPES  # block, of less than 16 stripes; perhaps of none
+    first = 0
+    while first <= last:
+        blocks = ()
+        for i in tl.static_range(AT_ONCE):
+            inside = (first + i) * _STRIPES + stripes < count
+            value = tl.load(base + (first + i) * _BLOCK_WORDS + words, mask=inside, other=0)
+            blocks += (value,)  # type: ignore[assignment]
+        for i in tl.static_range(AT_ONCE):
+            inside = (first + i) * _STRIPES + stripes < count
+            bad |= _not_finite(blocks[i], finite)
+            product = _product(blocks[i] ^ key)
+            # A value is added to the neighbour's lane.
+            added = tl.where(inside, product, 0) + _swapped(blocks[i], _STRIPES)
+            mixed = _scrambled(x, scramble) + tl.sum(added, axis=0)
+            x = tl.where(first + i <= last, mixed, x)
+        first += AT_ONCE
+    return x, tl.max((bad != 0).to(tl.int32))
+
+
+@triton.jit
+def _with_last_stripe(x, end, finite, secrets):
+    """Take in the last 64 bytes, which begin anywhere: words are put together from aligned ones."""
+    lanes = tl.arange(0, _LANES)
+    start = end - _STRIPE_BYTES
+    nearest = (start // 8 * 8).to(tl.pointer_type(tl.uint64)) + lanes
+    shift = (start % 8 * 8).to(tl.uint64)
+    crossing = lanes < start % 8 * 8  # all lanes, or none
+    low, high = tl.load(nearest), tl.load(nearest + 1, mask=crossing, other=0)
+    value = tl.where(shift == 0, low, (low >> shift) | (high << ((64 - shift) % 64)))
+    x += _product(value ^ tl.load(secrets + _LAST + lanes))
+    x += tl.reshape(_swapped(tl.reshape(value, (1, _LANES)), 1), (_LANES,))
+    return x, tl.max((_not_finite(value, finite) != 0).to(tl.int32))
+
+
+@triton.jit
+def _not_finite(value, finite):
     """Bits that are set where a value is not finite: its exponent, plus one in the last place."""
-    exponents = tl.load(tensor + 2).to(tl.uint64)
-    one = tl.load(tensor + 3).to(tl.uint64)
-    overflown = tl.load(tensor + 4).to(tl.uint64)
-    return ((value & exponents) + one) & overflown
+    exponents, one, overflown = finite
+    return ((value & exponents.to(tl.uint64)) + one.to(tl.uint64)) & overflown.to(tl.uint64)
 
 
 @triton.jit
 def _swapped(values, ROWS: tl.constexpr):
     """``[ROWS, 8]`` with neighbours in each other's place."""
-    pairs = tl.reshape(values, (ROWS, 4, 2))
-    return tl.reshape(tl.sum(pairs, axis=2, keep_dims=True) - pairs, (ROWS, 8))
+    even, odd = tl.split(tl.reshape(values, (ROWS, 4, 2)))
+    return tl.reshape(tl.join(odd, even), (ROWS, 8))
 
 
 @triton.jit
@@ -60,149 +130,8 @@ def _product(keyed):
 
 
 @triton.jit
-def block_sums(work, tensors, secrets, sums, flags, BLOCKS: tl.constexpr):
-    """What each block adds to each lane; up to ``BLOCKS`` blocks of one tensor for each program.
-
-    Args:
-        work: ``[programs, 4]``: address of the first block, how many blocks, the row of ``sums``
-            for the first of them, and which tensor they belong to.
-        tensors: ``[tensors, 5]``, see above.
-        secrets: the secret at every eighth byte, and other keys behind it.
-        sums: ``[blocks, 8]``, written.
-        flags: ``[tensors]``, int32, set where a value is not finite.
-    """
-    row = work + tl.program_id(0).to(tl.int64) * 4
-    base = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.uint64)), 16)
-    blocks = tl.arange(0, BLOCKS)
-    lanes = tl.arange(0, _LANES)
-    inside = (blocks < tl.load(row + 1).to(tl.int32))[:, None]
-    index = tl.load(row + 3)
-    tensor = tensors + index * _COLUMNS
-    words = base + blocks[:, None] * _BLOCK_WORDS + lanes[None, :]
-    products = tl.zeros((BLOCKS, _LANES), tl.uint64)
-    values = tl.zeros((BLOCKS, _LANES), tl.uint64)
-    bad = tl.zeros((BLOCKS, _LANES), tl.uint64)
-    # All at once would take too many registers.
-    for some in range(0, _STRIPES, _STRIPES_AT_ONCE):
-        for one in tl.static_range(_STRIPES_AT_ONCE):
-            stripe = some + one
-            value = tl.load(words + stripe * _LANES, mask=inside, other=0)
-            products += _product(value ^ tl.load(secrets + stripe + lanes)[None, :])
-            values += value
-            bad |= _not_finite(value, tensor)
-    # A value is added to the neighbour's lane.
-    out = sums + (tl.load(row + 2) + blocks)[:, None] * _LANES + lanes[None, :]
-    tl.store(out, products + _swapped(values, BLOCKS), mask=inside)
-    found = tl.max(tl.max((bad != 0).to(tl.int32), axis=1), axis=0)
-    tl.store(flags + index, 1, mask=found != 0)
-
-
-@triton.jit
-def _scrambled(x, key, more):
-    """The accumulators ``x`` scrambled, plus ``more``.
-
-    Each block waits for the one before it. With what comes after the product in the same line, that
-    is a chain of four instructions.
-    """
-    return (x ^ (x >> 47) ^ key) * _PRIME32_1 + more
-
-
-@triton.jit
-def scan_blocks(
-    work,
-    tensors,
-    secrets,
-    sums,
-    states,
-    flags,
-    results,
-    UNROLL: tl.constexpr,
-):
-    """Walk over blocks of a tensor, and finish its digest if they are the last; one warp for each.
-
-    Args:
-        work: ``[programs, 4]``: which tensor, the row of ``sums`` for its first block here, how
-            many blocks, and 1 if they are the tensor's first, plus 2 if they are its last.
-        tensors, secrets, sums, flags: as for :func:`block_sums`.
-        states: ``[tensors, 8]``, where the walk goes on from one call to the next.
-        results: ``[tensors, ROW_WORDS]``: the low and the high half of the digest; of a tensor too
-            short for them its bytes.
-    """
-    row = work + tl.program_id(0).to(tl.int64) * 4
-    index = tl.load(row)
-    count = tl.load(row + 2)
-    kind = tl.load(row + 3)
-    lanes = tl.arange(0, _LANES)
-    key = tl.load(secrets + _SCRAMBLE + lanes)
-    before = tl.where(kind % 2 == 1, secrets + _START, states + index * _LANES)
-    x = tl.load(before + lanes)
-    first = sums + tl.load(row + 1) * _LANES
-    # Nobody else would bring later sums nearer. What was looked at a stretch ago is added up, so
-    # that looking waits for nothing and is not left out; nobody reads the sum.
-    sectors = tl.arange(0, 2 * UNROLL)
-    last_sector = 2 * count
-    seen = tl.zeros((2 * UNROLL,), tl.uint64)
-    ahead = seen
-    block = first + lanes
-    for stretch in range(count // UNROLL):
-        seen += ahead
-        at = (stretch + _AHEAD) * (2 * UNROLL) + sectors
-        ahead = tl.load(first + at * 4, mask=at < last_sector, other=0)
-        for step in tl.static_range(UNROLL):
-            x = _scrambled(x, key, tl.load(block + step * _LANES))
-        block += UNROLL * _LANES
-    for _ in range(count % UNROLL):
-        x = _scrambled(x, key, tl.load(block))
-        block += _LANES
-    tl.store(states + index * _LANES + lanes, x)
-    out = results + index * _ROW_WORDS
-    tl.store(out + _ROW_WORDS - 1, tl.sum(seen + ahead, axis=0))
-    if kind >= 2:
-        tensor = tensors + index * _COLUMNS
-        length = tl.load(tensor + 1)
-        if length > _LONGER_THAN:
-            _finish(_scrambled(x, key, 0), tensor, length, secrets, flags + index, out)
-        else:
-            _copy_short(tensor, length, out)
-
-
-@triton.jit
-def _copy_short(tensor, length, out):
-    at = tl.arange(0, _ROW_BYTES)
-    source = tl.load(tensor).to(tl.pointer_type(tl.uint8))
-    content = tl.load(source + at, mask=at < length, other=0)
-    tl.store(out.to(tl.pointer_type(tl.uint8)) + at, content, mask=at < length)
-
-
-@triton.jit
-def _finish(x, tensor, length, secrets, flag, out):
-    """Take in the stripes after the last whole block, and the last 64 bytes; write the digest."""
-    lanes = tl.arange(0, _LANES)
-    stripes = tl.arange(0, _STRIPES)
-    address = tl.load(tensor)
-    blocks = (length - 1) // 1024
-    whole = (length - 1 - blocks * 1024) // 64
-    base = tl.multiple_of((address + blocks * 1024).to(tl.pointer_type(tl.uint64)), 16)
-    words = base + stripes[:, None] * _LANES + lanes[None, :]
-    inside = (stripes < whole)[:, None]
-    value = tl.load(words, mask=inside, other=0)
-    product = _product(value ^ tl.load(secrets + stripes[:, None] + lanes[None, :]))
-    x += tl.sum(tl.where(inside, product, 0) + _swapped(value, _STRIPES), axis=0)
-    bad = tl.max((_not_finite(value, tensor) != 0).to(tl.int32))
-    # The last stripe begins anywhere: its words are put together from aligned ones.
-    end = address + length - 64
-    nearest = (end // 8 * 8).to(tl.pointer_type(tl.uint64)) + lanes
-    shift = (end % 8 * 8).to(tl.uint64)
-    crossing = lanes < end % 8 * 8  # all lanes, or none
-    low, high = tl.load(nearest), tl.load(nearest + 1, mask=crossing, other=0)
-    value = tl.where(shift == 0, low, (low >> shift) | (high << ((64 - shift) % 64)))
-    x += _product(value ^ tl.load(secrets + _LAST + lanes))
-    x += tl.reshape(_swapped(tl.reshape(value, (1, 8)), 1), (8,))
-    bad = tl.maximum(bad, tl.max((_not_finite(value, tensor) != 0).to(tl.int32)))
-    tl.store(flag, 1, mask=bad != 0)
-    size = length.to(tl.uint64)
-    tl.store(out, _merged(x, tl.load(secrets + _LOW + lanes), size * _PRIME64_1))
-    tl.store(out + 1, _merged(x, tl.load(secrets + _HIGH + lanes), ~(size * _PRIME64_2)))
+def _scrambled(x, key):
+    return (x ^ (x >> 47) ^ key) * _PRIME32_1
 
 
 @triton.jit

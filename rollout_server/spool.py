@@ -174,8 +174,13 @@ class Spool:
 
     def versions(self, policy: str, base: str) -> list[tuple[Record, Path]]:
         """Committed versions of a policy on a given model, the newest first."""
-        found = [item for item in self._versions(policy) if item[0].base == base]
-        return found[::-1]
+        found = self._versions(policy)
+        for record, folder in found:
+            if record.base != base:
+                told = "%s is passed over: it belongs to the model %s, and this one is %s %s"
+                why = "(another one, or its digest was made by another definition)"
+                log.warning(told, folder, record.base, base, why)
+        return [item for item in found if item[0].base == base][::-1]
 
     def policies(self) -> list[str]:
         """Names of the policies that have committed versions here."""

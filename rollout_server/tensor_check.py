@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shared.errors import Problem
+from shared.tensor_hash import Buffer, TensorHash
 from shared.weights import ITEM_BYTES, TensorSpec
 
 _LEAST_INFINITE = {
@@ -28,8 +29,6 @@ _LEAST_INFINITE = {
     ("F8_E4M3", "F8_E4M3"): 0x7F,  # NaN; it has no infinity
 }  # fmt: skip
 _PIECE_BYTES = 1 << 20  # what was just hashed is still in the cache when its values are looked at
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class TensorLook:
     def __init__(self, spec: TensorSpec, served: str) -> None:
         self._spec = spec
         self._served = served
-        self._hash = xxhash.xxh3_128()
+        self._hash = TensorHash()
         self._broken = 0
         self._seam = b""
 
@@ -88,6 +87,14 @@ class TensorLook:
     def result(self) -> TensorCheck:
         """What was seen, now that all bytes were."""
         return TensorCheck(self._hash.hexdigest(), not_finite(self._spec.name, self._broken))
+
+
+def check_piece(piece: Buffer, dtype: str) -> tuple[bytes, bool]:
+    """Digest of one of the pieces that a tensor's hash is made of, and whether it is finite."""
+    digest = xxhash.xxh3_128()
+    digest.update(piece)  # lets other threads run, which hashing in one call does not
+    bits = np.frombuffer(piece, f"<u{ITEM_BYTES[dtype]}")
+    return digest.digest(), not count_not_finite(bits, dtype, dtype)
 
 
 def count_not_finite(bits: NDArray[Any], dtype: str, served: str) -> int:

@@ -6,17 +6,18 @@ The look begins while the buffer is still being filled, so that little is left t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from rollout_server.tensor_check import TensorLook
+from rollout_server.digest_pieces import DIGEST_BYTES, Pieces
+from rollout_server.tensor_check import check_piece
 from shared.channel import Layout
 
 _THREADS = min(4, os.cpu_count() or 1)
+_PIECES_AT_ONCE = 32  # worth a thread's while
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Verdict:
     """What was found.
 
     Attributes:
-        hashes: XXH3-128 of each tensor's bytes, in hex, in the layout's order.
+        hashes: of each tensor's bytes, in the layout's order.
         not_finite: names of the tensors with NaN or infinite values.
     """
 
@@ -62,45 +63,39 @@ class HostVerification:
 
     def __init__(self, flat: Tensor, layout: Layout) -> None:
         self._bytes, self._layout = flat.numpy().data, layout
+        self._pieces = Pieces.of(layout)
+        self._digests = bytearray(DIGEST_BYTES * len(self._pieces.ends))
         self._threads = ThreadPoolExecutor(_THREADS, "tito-verify")
-        self._pending: list[Future[None]] = []
-        self.begin()
+        self._pending: list[Future[set[int]]] = []
+        self._next = 0
 
     def begin(self) -> None:
         wait(self._pending)  # a transfer that broke off may have left some
-        self._looks = [TensorLook(spec, spec.dtype) for spec in self._layout.specs]
-        self._pending = []
-        self._next, self._seen = 0, 0
+        self._pending, self._next = [], 0
 
     def arrived(self, end: int) -> None:
-        for index, low, high in self._parts(self._seen, end):
-            begun = self._pending[-1] if low > self._layout.offsets[index] else None
-            self._pending.append(self._threads.submit(self._look, index, low, high, begun))
-        self._seen = end
+        first, self._next = self._next, self._pieces.complete(end)
+        for low in range(first, self._next, _PIECES_AT_ONCE):
+            high = min(low + _PIECES_AT_ONCE, self._next)
+            self._pending.append(self._threads.submit(self._look, low, high))
 
-    def _look(self, index: int, low: int, high: int, begun: Future[None] | None) -> None:
-        if begun is not None:
-            begun.result()  # a tensor is hashed from its first byte to its last
-        self._looks[index].update(self._bytes[low:high])
-
-    def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The tensors that have some of these bytes, and which."""
-        layout = self._layout
-        while self._next < len(layout.specs):
-            low = layout.offsets[self._next]
-            high = low + layout.specs[self._next].nbytes
-            if low < end:
-                yield self._next, max(low, start), min(high, end)
-            if high > end:
-                return
-            self._next += 1
+    def _look(self, low: int, high: int) -> set[int]:
+        """Digests of some pieces; the tensors among theirs that are not finite."""
+        broken = set()
+        for row in range(low, high):
+            tensor, start, end = self._pieces.row(row)
+            dtype = self._layout.specs[tensor].dtype
+            digest, is_finite = check_piece(self._bytes[start:end], dtype)
+            self._digests[DIGEST_BYTES * row : DIGEST_BYTES * (row + 1)] = digest
+            if not is_finite:
+                broken.add(tensor)
+        return broken
 
     def finished(self) -> Verdict:
-        for look in self._pending:
-            look.result()
-        results = [look.result() for look in self._looks]
-        broken = [result.problem.where for result in results if result.problem is not None]
-        return Verdict([result.hash for result in results], broken)
+        broken = set().union(*(look.result() for look in self._pending))
+        specs = self._layout.specs
+        hashes = self._pieces.hashes(bytes(self._digests), len(specs))
+        return Verdict(hashes, [specs[index].name for index in sorted(broken)])
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -14,7 +14,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,11 @@ class WorkerBuffer(threading.Thread):
         self.flat = torch.empty(0)
         self.tensors: dict[str, Tensor] | None = None
 
-    def _hold(self, layout: Layout, ends: Sequence[int] = ()) -> None:
-        """Allocate the buffer, and prepare to look at it.
-
-        Args:
-            layout: of it.
-            ends: it is filled up to each of them in turn; nothing if it is filled before anybody
-                looks at it.
-        """
+    def _hold(self, layout: Layout) -> None:
+        """Allocate a buffer of this layout, and prepare to look at it."""
         self.layout = layout
         self.flat = self._allocate()
-        self._verification = self._looking(ends)
+        self._verification = self._looking()
         self.tensors = views(self.flat, layout)
 
     def _allocate(self) -> Tensor:
@@ -101,12 +95,12 @@ class WorkerBuffer(threading.Thread):
         content = mmap.mmap(self._file, self.layout.nbytes, flags=there)
         return torch.frombuffer(content, dtype=torch.uint8)
 
-    def _looking(self, ends: Sequence[int]) -> Verification:
+    def _looking(self) -> Verification:
         if self._device.type != "cuda":
             return HostVerification(self.flat, self.layout)
         from rollout_server.device_digest import DeviceVerification
 
-        return DeviceVerification(self.flat, self.layout, ends)
+        return DeviceVerification(self.flat, self.layout)
 
     def run(self) -> None:
         try:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rollout_server.receiving import Group, NcclGroup, SocketGroup
@@ -25,6 +24,7 @@ from rollout_server.worker_buffer import WorkerBuffer
 from shared import nccl
 from shared.byte_link import Receiver, readable
 from shared.channel import Layout
+from shared.tensor_hash import TensorHash
 from shared.weights import TensorSpec, checkpoint_digest, encode_header
 
 _HOST_PIECE_BYTES = 16 << 20
@@ -60,10 +60,8 @@ class WorkerChannel(WorkerBuffer):
         self._group: Group | None = None
         self._pinned: Tensor | None = None
         self._is_seen = False
-        # A trainer that maps the buffer fills it before the server hears of it.
-        ends = [] if kind == "ipc" else [end for _, end in layout.pieces()]
         try:
-            self._hold(layout, ends)
+            self._hold(layout)
         except BaseException:
             self.end()
             raise
@@ -113,7 +111,7 @@ class WorkerChannel(WorkerBuffer):
         with self._beside_the_engine(), open_over(Path(path)) as file:
             write_all(file.fileno(), [encode_header(self.layout.specs)])
             for spec, start in zip(self.layout.specs, self.layout.offsets, strict=True):
-                seen = xxhash.xxh3_128()
+                seen = TensorHash()
                 for piece in self._on_host(start, start + spec.nbytes):
                     write_all(file.fileno(), [piece])
                     seen.update(piece)

@@ -33,7 +33,6 @@ _THREADS = min(4, os.cpu_count() or 1)
 _PIECE_BYTES = 8 << 20
 _LEAST_MARGIN_BYTES = 1 << 30
 _MARGIN_SHARE = 50
-_SUMS_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ class WorkerUpload(WorkerBuffer):
 
     def _check_room(self, nbytes: int) -> None:
         spare = spare_bytes(self._device) - self._reserved
-        needed = nbytes + nbytes // _SUMS_SHARE  # of the digests
-        if needed > spare:
-            raise NoRoom(f"a copy on the device takes {needed} bytes; it can spare {spare}")
+        if nbytes > spare:
+            raise NoRoom(f"a copy on the device takes {nbytes} bytes; it can spare {spare}")
 
     def _copy(self, parts: Sequence[_Part]) -> None:
         left = iter(parts)  # each is taken by one of the threads

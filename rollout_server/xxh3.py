@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 LONGER_THAN = 240
 """Shorter inputs are hashed by other formulas."""
-BLOCK_BYTES = 1024
-LANES = 8
+_LANES = 8
 _STRIPE_BYTES = 64
 _PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _PRIME64 = (
@@ -31,11 +30,6 @@ _SECRET = bytes.fromhex(
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 _INITIAL = (_PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0])
-
-
-def blocks_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Whole blocks, after each of which the accumulators are scrambled."""
-    return np.maximum(lengths - 1, 0) // BLOCK_BYTES
 
 
 def secrets() -> NDArray[np.uint64]:
@@ -54,7 +48,7 @@ def secrets() -> NDArray[np.uint64]:
 
 
 def _words(offset: int) -> NDArray[np.uint64]:
-    words: NDArray[np.uint64] = np.frombuffer(_SECRET[offset : offset + 8 * LANES], "<u8")
+    words: NDArray[np.uint64] = np.frombuffer(_SECRET[offset : offset + 8 * _LANES], "<u8")
     return words
 
 

@@ -26,6 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from shared.errors import MalformedBody
+from shared.tensor_hash import Buffer
 from shared.weights import ITEM_BYTES, TensorSpec
 
 MAGIC = b"TITODLT1"
@@ -40,7 +41,6 @@ _ZSTD_LEVEL = 1  # the planes hold hardly any repeats: higher levels cost time a
 _DENSE_FROM = 0.5  # measured: from here on, distances cost more than the zeros they spare
 
 Array = NDArray[Any]
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)

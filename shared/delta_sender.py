@@ -20,6 +20,7 @@ from functools import partial
 import xxhash
 
 from shared.delta import MAGIC, Frame, apply_frame, block_ranges, encode_block, encode_json
+from shared.tensor_hash import tensor_hash
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest
 
 
@@ -69,7 +70,7 @@ class DeltaBase:
     def _remember(self, tensor: LazyTensor) -> memoryview:
         data = _load(tensor)
         self._data[tensor.spec.name] = bytearray(data)
-        self._hashes[tensor.spec.name] = xxhash.xxh3_128_hexdigest(data)
+        self._hashes[tensor.spec.name] = tensor_hash(data)
         return data
 
     def commit(self) -> None:
@@ -143,7 +144,7 @@ class DeltaBase:
         self, tensor: LazyTensor, hashes: dict[str, str], pool: ThreadPoolExecutor
     ) -> Iterator[Frame]:
         spec, data = tensor.spec, _load(tensor)
-        hashes[spec.name] = xxhash.xxh3_128_hexdigest(data)
+        hashes[spec.name] = tensor_hash(data)
         if hashes[spec.name] == self._hashes[spec.name]:
             return
         kept = memoryview(self._data[spec.name])

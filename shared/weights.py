@@ -7,8 +7,8 @@ arrive; neither ever holds a second copy of the model.
 
 A **digest** names the content of a checkpoint whatever the order or file layout of its tensors:
 XXH3-128 over the lines ``name NUL dtype NUL dims NUL hash LF``, sorted by name, where dims are
-decimal numbers joined by commas and hash is the XXH3-128 of the tensor's bytes, in hex. It protects
-against torn and mislabelled weights, not against forgery; bearer tokens are for that.
+decimal numbers joined by commas and hash is that of the tensor's bytes (:mod:`shared.tensor_hash`).
+It protects against torn and mislabelled weights, not against forgery; bearer tokens are for that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import orjson
 import xxhash
 
 from shared.errors import MalformedBody
+from shared.tensor_hash import TensorHash
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -198,7 +199,7 @@ def stream_checkpoint(
         data = memoryview(tensor.load()).cast("B")
         if len(data) != tensor.spec.nbytes:
             raise ValueError(f"{tensor.spec} produced {len(data)} bytes, not {tensor.spec.nbytes}")
-        whole = xxhash.xxh3_128()
+        whole = TensorHash()
         for start in range(0, len(data), _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
             whole.update(piece)  # it is then in the cache when it is sent

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.protocol import ReloadResult
+from shared.tensor_hash import tensor_hash
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest
 from trainer.lora import Merged, merged_tensors
 
@@ -112,7 +112,7 @@ def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) ->
         served: that the server computes in, to which it casts what it gets.
     """
     return checkpoint_digest(
-        (spec, xxhash.xxh3_128_hexdigest(load()))
+        (spec, tensor_hash(load()))
         for spec, load in (_lazy(*named, served, dtype) for named in distinct_tensors(model))
     )
 

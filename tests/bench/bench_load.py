@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout_server import device_digest, digest_plan
+from rollout_server import device_digest
 from rollout_server.device_digest import DeviceVerification
 from rollout_server.load_plan import LoadPlan
 from rollout_server.verification import HostVerification, Verification
 from rollout_server.worker_buffer import views
 from shared.channel import Layout
+from shared.tensor_hash import tensor_hash
 from shared.weights import TensorSpec
-from tests.bench.bench_rollout import DIMS, report
+from tests.bench.models import DIMS
+from tests.bench.results import report
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -60,10 +61,11 @@ def random_buffer(layout: Layout, seed: int) -> Tensor:
     return buffer
 
 
-def looked(verification: Verification, nbytes: int) -> Any:
-    """What is found in a buffer that is there."""
+def looked(verification: Verification, *ends: int) -> Any:
+    """What is found in a buffer that is there up to each of these."""
     verification.begin()
-    verification.arrived(nbytes)
+    for end in ends:
+        verification.arrived(end)
     return verification.finished()
 
 
@@ -145,7 +147,7 @@ class Bench:
         self._say("tables of the digests", time.perf_counter() - start)
         found = looked(verification, self._bytes)
         wanted = [
-            xxhash.xxh3_128_hexdigest(_host_bytes(tensor))
+            tensor_hash(_host_bytes(tensor))
             for tensor in views(self._buffers[0], self._layout).values()
         ]
         wrong = sum(one != other for one, other in zip(found.hashes, wanted, strict=True))
@@ -154,12 +156,11 @@ class Bench:
         if DEVICE == "cuda":
             for name, spent in self._kernels(verification):
                 self._say(f"digests, {name}", spent)
-            self._in_pieces(found)
+        self._in_pieces(verification, found)
 
-    def _in_pieces(self, found: Any) -> None:
-        """What is left to do when the last piece of a broadcast has come."""
+    def _in_pieces(self, verification: Verification, found: Any) -> None:
+        """The same piece after piece, and what is left to do when the last has come."""
         ends = [end for _, end in self._layout.pieces()]
-        verification = DeviceVerification(self._buffers[0], self._layout, ends)
         times = []
         for _ in range(self._repeats + 2):
             verification.begin()
@@ -171,10 +172,11 @@ class Bench:
             agrees = verification.finished() == found
             times.append(time.perf_counter() - start)
         self._say("digests, after the last piece", statistics.median(times[2:]), agrees=agrees)
-        self._say("digests, by pieces", seconds(lambda: looked(verification, self._bytes), 3))
+        took = seconds(lambda: looked(verification, *ends), self._repeats)
+        self._say("digests, by pieces", took)
 
     def _kernels(self, verification: Verification) -> Iterator[tuple[str, float]]:
-        """Time on the device of what a look launches; several may run at the same time."""
+        """Time on the device of what a look launches."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             looked(verification, self._bytes)
             _wait()
@@ -184,15 +186,13 @@ class Bench:
 
     def constants(self) -> None:
         """Whether the constants of the kernels are well chosen."""
-        chosen = device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM
-        for unroll, blocks in ((32, 32), (128, 128)):
-            device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM = unroll, blocks
-            verification = self._verification()
+        chosen, verification = device_digest._BLOCKS_AT_ONCE, self._verification()
+        for blocks in (1, 2, 4, 8):
+            device_digest._BLOCKS_AT_ONCE = blocks
             looked(verification, self._bytes)
-            names = {"block_sums": 0.0, "scan_blocks": 0.0} | dict(self._kernels(verification))
-            took = {name: names[name] * 1e3 for name in ("block_sums", "scan_blocks")}
-            report("constants", dims=self._dims, unroll=unroll, blocks=blocks, **took)
-        device_digest._UNROLL, digest_plan.BLOCKS_PER_PROGRAM = chosen
+            for name, took in self._kernels(verification):
+                self._say(f"constants, {name}", took, blocks_at_once=blocks)
+        device_digest._BLOCKS_AT_ONCE = chosen
 
     def loads(self, folder: Path) -> None:
         """The plan against the loaders that it was recorded from."""

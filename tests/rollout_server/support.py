@@ -33,6 +33,7 @@ from rollout_server.engine import Completion, Scored, VersionSpan
 from shared.client import RolloutClient
 from shared.protocol import MSGPACK
 from shared.requests import SamplingSettings
+from shared.tensor_hash import tensor_hash
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest, stream_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -74,10 +75,8 @@ def upload_of(tensors: Tensors) -> bytes:
 
 def digest_of(tensors: Tensors) -> str:
     """Digest by the definition in ``shared.weights``."""
-    import xxhash
-
     return checkpoint_digest(
-        (spec_of(name, tensor), xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)))
+        (spec_of(name, tensor), tensor_hash(tensor_bytes(tensor)))
         for name, tensor in tensors.items()
     )
 

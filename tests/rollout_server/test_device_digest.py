@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_server import digest_plan
-from rollout_server.digest_plan import Step
+from rollout_server.digest_pieces import Pieces
 from rollout_server.verification import HostVerification, Verdict, Verification
-from rollout_server.xxh3 import BLOCK_BYTES
+from shared import tensor_hash
 from shared.channel import Layout
 from shared.weights import TensorSpec, checkpoint_digest
 from tests.rollout_server.support import digest_of, spec_of, tensor_bytes
@@ -20,7 +17,7 @@ from tests.triton_interpreter import run_interpreted
 
 LENGTHS = [
     0, 1, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 1151, 2047, 2048, 2049,
-    2112, 5000, 65536, 65537, 66560, 66561, 200_003,
+    2112, 4095, 4096, 4097, 4336, 4337, 5000, 8192, 8193, 8448, 40_003,
 ]  # fmt: skip
 DTYPES = ["BF16", "F16", "F32", "F64", "I64", "BOOL", "F8_E4M3", "F8_E5M2"]
 
@@ -28,7 +25,7 @@ DTYPES = ["BF16", "F16", "F32", "F64", "I64", "BOOL", "F8_E4M3", "F8_E5M2"]
 def odd_layout() -> Layout:
     """Tensors that end in every way, and of every dtype."""
     specs = [TensorSpec(f"bytes.{length}", "U8", (length,)) for length in LENGTHS]
-    specs += [TensorSpec(f"{d}.{n}", d, (n,)) for d in DTYPES for n in (3, 128, 700, 9001)]
+    specs += [TensorSpec(f"{d}.{n}", d, (n,)) for d in DTYPES for n in (3, 128, 700, 2053)]
     return Layout.of(specs)
 
 
@@ -51,34 +48,37 @@ def looked(verification: Verification, ends: list[int]) -> Verdict:
 
 
 def some_ends(layout: Layout) -> list[int]:
-    """Within blocks, at their ends, between tensors, and twice within the same tensor."""
-    return [1000, 70_400, 71_000, 150_016, 300_000, 301_024, layout.nbytes - 3, layout.nbytes]
+    """Within pieces, at their ends, between tensors, and several times within the same tensor."""
+    long = layout.offsets[LENGTHS.index(40_003)]
+    within = [long + 4095, long + 4096, long + 12_289, long + 40_000]
+    return [1000, 30_000, 30_100, *within, 120_000, layout.nbytes - 3, layout.nbytes]
 
 
 def check_kernels(device: str) -> None:
-    """Compare kernels with the xxhash package, and with what the host says of finite values."""
+    """Compare the kernel with the hash by its definition, and with what the host says."""
     from rollout_server.device_digest import DeviceVerification
 
     layout = odd_layout()
     flat = random_bytes(layout)
     by_host = looked(HostVerification(flat, layout), [layout.nbytes])
     wanted = [
-        xxhash.xxh3_128_hexdigest(part(flat, layout, index).numpy().data)
+        tensor_hash.tensor_hash(part(flat, layout, index).numpy().data)
         for index in range(len(layout.specs))
     ]
+    assert by_host.hashes == wanted
     there, ends = flat.to(device), some_ends(layout)
-    at_once = DeviceVerification(there, layout)
-    in_pieces = DeviceVerification(there, layout, ends)
-    for verification, arrivals in ((at_once, [layout.nbytes]), (in_pieces, ends)) * 2:
+    verification = DeviceVerification(there, layout)
+    for arrivals in ([layout.nbytes], ends):
         found = looked(verification, arrivals)
         assert found.hashes == wanted
         assert found.not_finite == by_host.not_finite
     with pytest.raises(ValueError, match="not all of the buffer"):
-        looked(in_pieces, ends[:-2])
+        looked(verification, ends[:-2])
     # The same tables serve other bytes.
     flat.bitwise_not_()
     there.copy_(flat)
-    assert looked(at_once, [layout.nbytes]) == looked(HostVerification(flat, layout), ends)
+    found = looked(verification, [layout.nbytes])
+    assert found == looked(HostVerification(flat, layout), ends)
 
 
 def check_values_not_finite(device: str) -> None:
@@ -107,15 +107,16 @@ def check_values_not_finite(device: str) -> None:
 
 
 INTERPRETED = """
-from rollout_server import digest_plan
+from shared import tensor_hash
 from tests.rollout_server import test_device_digest as here
-digest_plan._LONG_BLOCKS, digest_plan._TOGETHER = 60, 40
+tensor_hash.HASH_PIECE_BYTES = 4096
 here.{check}("cpu")
 """
 
 
 @pytest.mark.parametrize("check", ["check_kernels", "check_values_not_finite"])
 def test_kernels_interpreted(check: str) -> None:
+    # Pieces are shorter, since interpreted kernels are slow.
     run_interpreted("-c", INTERPRETED.format(check=check))
 
 
@@ -125,18 +126,31 @@ class TestOnGPU:
         check_kernels("cuda")
         check_values_not_finite("cuda")
 
-    def test_more_bytes_than_an_int32_counts(self) -> None:
-        from rollout_server.device_digest import DeviceVerification
+    @pytest.mark.parametrize("bytes_more", [-1, 0, 1, 64, 239, 240, 241, 1024])
+    def test_last_pieces_of_every_kind(self, bytes_more: int) -> None:
+        check_against_host([
+            TensorSpec(f"{pieces}", "U8", (pieces * tensor_hash.HASH_PIECE_BYTES + bytes_more,))
+            for pieces in (1, 2, 1000)
+        ])  # fmt: skip
 
-        layout = Layout.of(
-            [TensorSpec("long", "BF16", ((1 << 30) + 77,)), TensorSpec("b", "F32", (99_999,))]
-        )
-        flat = torch.randint(100, (layout.nbytes,), dtype=torch.uint8, device="cuda")
-        host = HostVerification(flat.cpu(), layout)
-        ends = [end for _, end in layout.pieces()]
-        wanted = looked(host, [layout.nbytes])
-        assert looked(DeviceVerification(flat, layout), [layout.nbytes]) == wanted
-        assert looked(DeviceVerification(flat, layout, ends), ends) == wanted
+    def test_more_bytes_than_an_int32_counts(self) -> None:
+        long = TensorSpec("long", "BF16", ((1 << 31) + 77,))  # more than an uint32, too
+        check_against_host([long, TensorSpec("b", "F32", (99_999,))])
+
+
+def check_against_host(specs: list[TensorSpec]) -> None:
+    """Random tensors on a GPU, looked at there and on the host."""
+    from rollout_server.device_digest import DeviceVerification
+
+    layout = Layout.of(specs)
+    flat = torch.randint(100, (layout.nbytes,), dtype=torch.uint8, device="cuda")
+    on_host = flat.cpu()
+    wanted = looked(HostVerification(on_host, layout), [layout.nbytes])
+    parts = [part(on_host, layout, index).numpy().data for index in range(len(specs))]
+    assert wanted.hashes == [tensor_hash.tensor_hash(content) for content in parts]
+    verification = DeviceVerification(flat, layout)
+    for ends in ([layout.nbytes], [end for _, end in layout.pieces()]):
+        assert looked(verification, ends) == wanted
 
 
 def test_a_buffer_that_begins_anywhere_is_refused() -> None:
@@ -161,7 +175,7 @@ def test_digests_are_those_of_checkpoints(dtype: torch.dtype) -> None:
         part(flat, layout, index).copy_(tensor.reshape(-1).view(torch.uint8))
     for ends in ([layout.nbytes], [1, 256, 9001, layout.nbytes]):
         found = looked(HostVerification(flat, layout), ends)
-        assert found.hashes[0] == xxhash.xxh3_128_hexdigest(tensor_bytes(tensors["matrix"]))
+        assert found.hashes[0] == tensor_hash.tensor_hash(tensor_bytes(tensors["matrix"]))
         whole = checkpoint_digest(zip(layout.specs, found.hashes, strict=True))
         assert whole == digest_of(tensors)
 
@@ -179,48 +193,29 @@ def test_the_host_names_tensors_that_are_not_finite(value: float) -> None:
     assert looked(verification, [layout.nbytes]).not_finite == []
 
 
-def blocks_in(steps: list[Step], address: int) -> NDArray[np.int64]:
-    """Where each block begins in the buffer, after a look at whether sums and walks agree."""
-    found = []
-    for step in steps:
-        rows = np.zeros(step.blocks, np.int64)
-        start, counts, first, _ = step.sums.T
-        program = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(program)) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows[first[program] + within] = start[program] - address + BLOCK_BYTES * within
-        assert step.scans[:, 2].sum() == step.blocks
-        for _, row, count, _ in step.scans:
-            assert (np.diff(rows[row : row + count]) == BLOCK_BYTES).all()
-        assert rows.max(initial=0) + BLOCK_BYTES <= step.end
-        found.append(rows)
-    return np.concatenate(found)
+@pytest.mark.parametrize("ends", [[2_000_000], [1, 262_144, 600_000, 1_100_000, 2_000_000]])
+def test_the_host_hashes_long_tensors(ends: list[int]) -> None:
+    layout = Layout.of(TensorSpec(str(n), "BF16", (n,)) for n in (131_072, 131_073, 0, 500_000))
+    flat = random_bytes(layout)
+    parts = [part(flat, layout, index) for index in range(len(layout.specs))]
+    verification = HostVerification(flat, layout)
+    for number in (3, 0):
+        # In the last value of a piece, and in the first of the one after it.
+        parts[3].view(torch.bfloat16)[131_072 - 1 : 131_072 + 1] = number
+        found = looked(verification, ends)
+        assert found.hashes == [tensor_hash.tensor_hash(each.numpy().data) for each in parts]
 
 
-def test_steps_take_every_block_once() -> None:
+def test_pieces_cover_every_tensor() -> None:
     # As much as a model of eight billion parameters has; nothing is allocated.
-    shapes = [(151_936, 4096), *[(12_288, 4096), (128,)] * 100, (151_936, 4096)]
+    shapes = [(151_936, 4096), *[(12_288, 4096), (128,), (0, 7)] * 100, (262_145,), (151_936, 4096)]
     layout = Layout.of(TensorSpec(str(i), "BF16", shape) for i, shape in enumerate(shapes))
-    address = 1 << 40
-    wanted = np.concatenate([
-        np.arange(start, start + spec.nbytes - BLOCK_BYTES, BLOCK_BYTES)
-        for spec, start in zip(layout.specs, layout.offsets, strict=True)
-    ])  # fmt: skip
-    at_once = digest_plan.at_once(layout, address)
-    assert [step.lane for step in at_once].count(1) == 1
-    assert np.array_equal(np.sort(blocks_in(at_once, address)), wanted)
-    ends = [end for _, end in layout.pieces()]
-    in_pieces = digest_plan.in_pieces(layout, address, ends)
-    assert np.array_equal(np.sort(blocks_in(in_pieces, address)), wanted)
-    assert [step.end for step in in_pieces] == sorted(step.end for step in in_pieces)
-    lane_of = {int(tensor): step.lane for step in in_pieces for tensor in step.scans[:, 0]}
-    for lane in set(lane_of.values()):
-        mine = np.concatenate([step.scans[:, 0] for step in in_pieces if step.lane == lane])
-        assert {lane_of[tensor] for tensor in mine.tolist()} == {lane}, "walks stay in one lane"
-    longest = max(layout.specs, key=lambda spec: spec.nbytes).nbytes // BLOCK_BYTES
-    waits = [sum(max(s.scans[:, 2]) for s in in_pieces if s.lane == i) for i in range(8)]
-    assert max(waits) < 1.2 * longest, "no lane is much longer than the longest walk"
-    for steps in (at_once, in_pieces):
-        kinds = np.concatenate([step.scans[:, [0, 3]] for step in steps])
-        for flag in (digest_plan.FIRST, digest_plan.LAST):
-            chosen = kinds[kinds[:, 1] & flag != 0, 0]
-            assert sorted(chosen.tolist()) == list(range(len(shapes)))
+    pieces, size = Pieces.of(layout), tensor_hash.HASH_PIECE_BYTES
+    for index, (spec, start) in enumerate(zip(layout.specs, layout.offsets, strict=True)):
+        mine = pieces.tensors == index
+        starts = [*range(start, start + spec.nbytes, size)] or [start]
+        assert pieces.starts[mine].tolist() == starts
+        assert pieces.ends[mine].tolist() == [*starts[1:], start + spec.nbytes]
+    assert (np.diff(pieces.ends) >= 0).all()
+    for end in (0, 1, size - 1, size, size + 1, layout.nbytes // 3, layout.nbytes):
+        assert pieces.complete(end) == (pieces.ends <= end).sum()

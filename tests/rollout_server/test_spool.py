@@ -53,6 +53,14 @@ def test_the_live_version_is_kept_however_old(spool: Spool) -> None:
     assert numbers(spool) == [4, 3, 1]
 
 
+def test_versions_of_another_base_are_named(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
+    folder = commit(spool, 1)
+    other = "f" * 32
+    assert spool.versions("default", other) == []
+    for told in (str(folder), BASE, other, "another definition"):
+        assert told in caplog.text
+
+
 def test_a_crash_before_they_are_removed(tmp_path: Path) -> None:
     spool = Spool(tmp_path, durable=True, keep=1)
     commit(spool, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from rollout_server.checkpoints import TORCH_DTYPES
 from rollout_server.tensor_check import TensorLook, count_not_finite
+from shared.tensor_hash import tensor_hash
 from shared.weights import ITEM_BYTES, TensorSpec
 
 PAIRS = [("BF16", "BF16"), ("BF16", "F32"), ("F16", "F16"), ("F16", "F32")]
@@ -36,7 +36,7 @@ def test_counts_what_torch_counts(dtype: str, served: str, piece: int) -> None:
     for start in range(0, len(raw), piece):
         look.update(raw[start : start + piece])
     check = look.result()
-    assert check.hash == xxhash.xxh3_128_hexdigest(raw)
+    assert check.hash == tensor_hash(raw)
     assert (check.problem.got if check.problem else "0") == (
         f"{expected} NaN or infinite values" if expected else "0"
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from shared.delta import Frame, apply_frame, block_ranges
 from shared.delta_reader import parse_delta
 from shared.delta_sender import DeltaBase
+from shared.tensor_hash import tensor_hash
 from shared.weights import LazyTensor, TensorSpec, checkpoint_digest, stream_checkpoint
 
 Tensors = dict[TensorSpec, bytes]
@@ -17,7 +16,7 @@ NEW: Tensors = {**OLD, SPEC: bytes(126) + b"\1\2"}
 
 
 def digest_of(tensors: Tensors) -> str:
-    return checkpoint_digest((s, xxhash.xxh3_128_hexdigest(data)) for s, data in tensors.items())
+    return checkpoint_digest((s, tensor_hash(data)) for s, data in tensors.items())
 
 
 def lazy(tensors: Tensors) -> list[LazyTensor]:

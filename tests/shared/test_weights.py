@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import MalformedBody
+from shared.tensor_hash import HASH_PIECE_BYTES, TensorHash, tensor_hash
 from shared.weights import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -75,19 +77,61 @@ def test_the_trailer_is_the_digest_by_its_definition(
     lines = []
     for spec, data in sorted(checkpoint, key=lambda item: item[0].name):
         dims = ",".join(str(size) for size in spec.shape)
-        parts = [spec.name, spec.dtype, dims, xxhash.xxh3_128(data).hexdigest()]
+        parts = [spec.name, spec.dtype, dims, by_definition(data)]
         lines.append("\0".join(parts) + "\n")
     expected = xxhash.xxh3_128("".join(lines).encode()).hexdigest()
     assert streamed(checkpoint)[-32:].decode() == expected
 
 
 def test_the_digest_of_a_known_checkpoint() -> None:
-    # Fixed for ever: another implementation can check itself against this number.
-    spec = TensorSpec("w", "F32", (2,))
-    data = b"\x00\x00\x80\x3f\x00\x00\x00\x40"  # 1.0, 2.0
-    line = b"w\0F32\0002\0" + xxhash.xxh3_128_hexdigest(data).encode() + b"\n"
-    assert streamed([(spec, data)])[-32:].decode() == xxhash.xxh3_128_hexdigest(line)
+    # Fixed for ever: another implementation can check itself against these numbers.
+    short, long = TensorSpec("bias", "F32", (2,)), TensorSpec("weight", "U8", (600, 1000))
+    checkpoint = [
+        (long, bytes(index % 251 for index in range(600_000))),
+        (short, b"\x00\x00\x80\x3f\x00\x00\x00\x40"),  # 1.0, 2.0
+    ]
+    lines = (
+        b"bias\0F32\0002\0004533ce61c4655ba3c3e077b25dd1d769\n"
+        b"weight\0U8\000600,1000\0001155556cd4f91054f36d254cffeb6a2a\n"
+    )
+    digest = "df52e1358ddeae34c6b33f4f2a385f70"
+    assert xxhash.xxh3_128_hexdigest(lines) == digest
+    assert streamed(checkpoint)[-32:].decode() == digest
     assert checkpoint_digest([]) == "99aa06d3014798d86001c324468d497f"
+
+
+def test_the_protocol_tells_the_known_digest() -> None:
+    told = (files("shared") / "PROTOCOL.md").read_text()
+    long = bytes(index % 251 for index in range(600_000))
+    pieces = [long[start : start + (1 << 18)] for start in (0, 1 << 18, 2 << 18)]
+    hashes = [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]
+    joined = xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(hashes)))
+    for number in (*hashes, joined, "df52e1358ddeae34c6b33f4f2a385f70"):
+        assert number in told
+
+
+SIZES = [0, 1, 240, 241, 1024, 300_000]
+SIZES += [n * HASH_PIECE_BYTES + more for n in (1, 2, 7) for more in (-1, 0, 1, 100)]
+
+
+def by_definition(data: bytes) -> str:
+    if len(data) <= 262_144:
+        return xxhash.xxh3_128_hexdigest(data)
+    pieces = [data[start : start + 262_144] for start in range(0, len(data), 262_144)]
+    return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(piece) for piece in pieces))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_hash_of_a_tensor(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    expected = by_definition(data)
+    assert tensor_hash(data) == tensor_hash(bytearray(data)) == expected
+    for step in (1000, HASH_PIECE_BYTES - 1, HASH_PIECE_BYTES, 3 * HASH_PIECE_BYTES + 5):
+        whole = TensorHash()
+        for start in range(0, size, step):
+            whole.update(data[start : start + step])
+            assert step < 10_000 or whole.hexdigest() == by_definition(data[: start + step])
+        assert whole.hexdigest() == expected
 
 
 @given(checkpoints(), st.randoms())

@@ -1,4 +1,4 @@
-"""Models of known sizes, without weights, and prompts for them."""
+"""Models of known sizes, without weights or with random ones, and prompts for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.tiny_policy import build_tokenizer
 
 DIMS: dict[str, dict[str, int]] = {
     "tiny": {
@@ -64,6 +67,26 @@ def make_model(folder: Path, dims: dict[str, int], context: int) -> Path:
     fast: Any = PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, eos_token="t1", unk_token="t0").save_pretrained(folder)
     return folder
+
+
+def save_random(folder: Path, dims: dict[str, int], dtype: torch.dtype, device: str) -> int:
+    """Save a model with random weights and the tiny policy's tokenizer.
+
+    Args:
+        device: that the weights are made on.
+
+    Returns:
+        The number of its parameters.
+    """
+    torch.manual_seed(0)
+    shape: dict[str, Any] = dict(dims)
+    with torch.device(device):
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+        model = model.to(dtype)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    count: int = model.num_parameters()
+    return count
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:

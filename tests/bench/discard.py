@@ -1,6 +1,6 @@
 """The least that an upload to any uvicorn server costs: an application that throws the body away.
 
-python -m uvicorn --app-dir tests/bench discard:app
+python -m uvicorn tests.bench.discard:app --lifespan off
 """
 
 from __future__ import annotations

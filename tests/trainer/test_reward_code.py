@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +184,68 @@ def test_there_is_no_network() -> None:
         assert namespace["tcp"](port) == 0
         tests = f"assert tcp({port}) > 0\nassert udp() < 0\nassert interfaces() == []"
         assert reward(program, tests) == 1.0
+
+
+UNIX = (
+    "import socket\n"
+    "def knock(make, path):\n"
+    "    try:\n"
+    "        with make() as knocking: knocking.connect(path)\n"
+    "    except OSError as error: return error.errno\n"
+    "    return 0\n"
+    "def stream(path): return knock(lambda: socket.socket(socket.AF_UNIX), path)\n"
+    "def datagram(path):\n"
+    "    make = lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+    "    return knock(make, path)\n"
+    "def raw(path): return knock(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_RAW), path)\n"
+    "def paired(path):\n"
+    "    make = lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]\n"
+    "    return knock(make, path)\n"
+)
+
+
+@pytest.mark.parametrize("place", [None, Path.home()])
+def test_unix_sockets_are_out_of_reach(place: Path | None) -> None:
+    """Wherever they are, and though anybody may connect to them. A jail's own pairs work."""
+    with (
+        tempfile.TemporaryDirectory(dir=place) as folder,
+        socket.socket(socket.AF_UNIX) as streams,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+    ):
+        Path(folder).chmod(0o755)
+        paths = {"stream": f"{folder}/streams", "datagram": f"{folder}/datagrams"}
+        paths |= {"raw": paths["datagram"], "paired": paths["datagram"]}
+        streams.bind(paths["stream"])
+        streams.listen()
+        datagrams.bind(paths["datagram"])
+        for path in paths.values():
+            Path(path).chmod(0o777)
+        namespace: dict[str, Callable[..., int]] = {}
+        exec(UNIX, namespace)
+        assert [namespace[name](path) for name, path in paths.items()] == [0] * 4
+        # At once, when they are refused: then nothing else was wrong with the way there.
+        tests = [f"assert {name}({path!r}) == {errno.EPERM}" for name, path in paths.items()]
+        assert reward(UNIX, tests, share=True) == 1.0
+
+
+def test_event_loops_work() -> None:
+    program = "import asyncio\ndef f(x): return asyncio.run(asyncio.sleep(0, x))"
+    assert reward(program, "assert f(3) == 3") == 1.0
+
+
+def test_calls_that_no_filter_would_see_are_refused() -> None:
+    program = (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "def ring():\n"
+        "    made = libc.syscall(425, 8, ctypes.create_string_buffer(120))\n"
+        "    return made if made >= 0 else -ctypes.get_errno()\n"
+        "def x32(): return libc.syscall(0x40000000 + 41, 1, 1, 0), ctypes.get_errno()\n"
+    )
+    tests = [f"assert ring() == -{errno.EPERM}"]
+    if os.uname().machine == "x86_64":
+        tests.append(f"assert x32() == (-1, {errno.EPERM})")
+    assert reward(program, tests, share=True) == 1.0
 
 
 def _accept(server: socket.socket) -> None:

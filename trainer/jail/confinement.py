@@ -8,8 +8,10 @@ import resource
 import signal
 from typing import Any
 
+from trainer.jail.seccomp import no_unix_sockets
+
 NOBODY = 65534
-_COVERED = (b"/proc", b"/run", b"/dev/shm")
+_COVERED = (b"/proc", b"/run", b"/dev/shm", b"/dev/pts")
 _DISK = b"size=64m,mode=777"
 _MAX_FILE = 64 << 20
 
@@ -19,6 +21,7 @@ _NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x20000 | 0x08000000
 _REC_PRIVATE = 0x4000 | 1 << 18
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR, _ATTR_RDONLY = -100, 0x8000, 442, 1
 _PDEATHSIG, _KEEPCAPS, _NO_NEW_PRIVS = 1, 8, 38
+_SECCOMP, _MODE_FILTER = 22, 2
 _CAPABILITY_V3, _CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 
 
@@ -63,7 +66,7 @@ def hide_files(directory: bytes) -> None:
 
 
 def drop_privileges(*, become_nobody: bool) -> None:
-    """Give up every capability for good, and this user with ``become_nobody``."""
+    """Give up every capability and Unix sockets for good, and this user with ``become_nobody``."""
     keep = 0
     if become_nobody:
         _libc("prctl", _KEEPCAPS, 1, 0, 0, 0)
@@ -73,6 +76,7 @@ def drop_privileges(*, become_nobody: bool) -> None:
     _libc("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
     _libc("capset", header, (ctypes.c_uint32 * 6)(keep, keep, 0, 0, 0, 0))
+    _libc("prctl", _SECCOMP, _MODE_FILTER, ctypes.byref(no_unix_sockets()), 0, 0)
 
 
 def set_limits(options: dict[str, Any]) -> None:

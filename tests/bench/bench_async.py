@@ -1,6 +1,6 @@
 """What sampling ahead gains over taking turns, at which accuracy.
 
-    python tests/bench/bench_async.py [--steps 20] [--repeats 3] [--staleness 1 2] [--model DIR]
+    python -m tests.bench.bench_async [--steps 20] [--repeats 3] [--staleness 1 2] [--model DIR]
 
 The demonstration's policy learns the demonstration's sums from a real server on this machine, with
 the same number of samples in each mode. Server and trainer have one thread each, so that on two
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import statistics
 import tempfile
@@ -24,12 +23,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from tests.bench.results import median, report
 from trainer.curve import read_records
 from trainer.demo import demo_config, rollout_server
 from trainer.tiny_policy import ensure_tiny_policy_at
 from trainer.train import train
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @dataclass(frozen=True)
@@ -88,25 +86,21 @@ def measure(
     )
 
 
-def report(what: str, **numbers: Any) -> None:
-    """One result as one line."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in numbers.items()}
-    print(json.dumps({"bench": what, **rounded}), flush=True)
-
-
 def medians(outcomes: list[Outcome]) -> dict[str, float]:
     """Of each figure by itself."""
     records = [asdict(outcome) for outcome in outcomes]
-    return {name: statistics.median(r[name] for r in records) for name in records[0]}
+    return {name: median(r[name] for r in records) for name in records[0]}
 
 
 def main() -> None:
+    """All modes in turn, then what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--model", type=Path, help="the tiny policy, made there if it is missing")
     args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     outcomes: dict[int, list[Outcome]] = {bound: [] for bound in (0, *args.staleness)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,10 +118,8 @@ def main() -> None:
         pairs = list(zip(outcomes[0], outcomes[bound], strict=True))
         report(
             f"max_staleness {bound} against 0",
-            speed=statistics.median(a.seconds / b.seconds for a, b in pairs),
-            accuracy_difference=statistics.median(
-                b.accuracy_after - a.accuracy_after for a, b in pairs
-            ),
+            speed=median(a.seconds / b.seconds for a, b in pairs),
+            accuracy_difference=median(b.accuracy_after - a.accuracy_after for a, b in pairs),
         )
 
 

@@ -1,7 +1,7 @@
 """A model spread over several GPUs against the same on one: figures, speed and memory.
 
     pip install ".[trainer]"
-    python tests/bench/bench_sharded.py [--ranks 2] [--dims 0.6b] [--device cuda]
+    python -m tests.bench.bench_sharded [--ranks 2] [--dims 0.6b] [--device cuda]
 
 Random weights of Qwen3's dimensions take five optimizer steps on fixed samples: on one GPU, on one
 with micro-batches of half the size, and under torchrun on several. The second says how far rounding
@@ -15,9 +15,7 @@ publishing, without sending them.
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,50 +23,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.bench.models import DIMS, save_random
+from tests.bench.results import median, report
 from trainer.config_file import parse_config, to_toml
-from trainer.tiny_policy import build_tokenizer
 
 STEPS = Path(__file__).parents[1] / "trainer" / "sharded_steps.py"
-DIMENSIONS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    },
-    "0.6b": {
-        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "4b": {
-        "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}  # fmt: skip
+TINY = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+DIMENSIONS = {"tiny": TINY, "0.6b": DIMS["0.6b"], "4b": DIMS["4b"]}
 SINGLE = (sys.executable,)
 
 
 def several(ranks: int) -> tuple[str, ...]:
+    """Launches so many ranks."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return (sys.executable, *launcher)
 
 
-def report(what: str, **numbers: Any) -> None:
-    """One result as one line."""
-    print(json.dumps({"bench": what, **numbers}), flush=True)
-
-
-def write_model(dims: str, device: str, to: Path) -> None:
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**DIMENSIONS[dims], tie_word_embeddings=True))
-    model.bfloat16().save_pretrained(to)
-    build_tokenizer().save_pretrained(to)
-
-
 def write_config(model: Path, device: str, limit: int, lr: float) -> Path:
+    """A run of that model, with micro-batches of at most ``limit`` tokens."""
     config = parse_config(
         {
             "model": {"path": str(model), "device": device, "dtype": "bfloat16"},
@@ -101,7 +82,7 @@ def measure(
         f"trainer, {args.dims}, bfloat16, {name}",
         loss=[f["loss"] for f in figures],
         gradient_norm=[f["gradient_norm"] for f in figures],
-        tokens_per_second=round(statistics.median(done["tokens_per_second"][1:])),
+        tokens_per_second=round(median(done["tokens_per_second"][1:])),
         peak_gib=sorted(float(x) for x in re.findall(r"at most ([\d.]+) GiB", ended.stdout)),
         loading_s=round(done["loading_s"], 3),
     )
@@ -118,7 +99,8 @@ def difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Three launches, and how far they lie apart."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dims", choices=DIMENSIONS, default="0.6b")
     parser.add_argument("--device", default="cuda")
@@ -129,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch)
-        write_model(args.dims, args.device, model)
+        save_random(model, DIMENSIONS[args.dims], torch.bfloat16, args.device)
         whole, half = (
             write_config(model, args.device, limit, args.lr)
             for limit in (args.micro_batch_tokens, args.micro_batch_tokens // 2)

@@ -43,8 +43,11 @@ test-slow: setup ## The slow tests: whole training runs and their controls
 test-compose: setup ## The images and docker-compose.yml, with a Docker engine
 	$(PY) -m pytest -m compose
 
-bench: setup     ## Every benchmark; one JSON line per result
-	@for f in tests/bench/bench_*.py; do $(PY) $$f || exit 1; done
+# All but those that need several GPUs or a model of one's own.
+BENCHES := async channels load publish rollout steps trainer
+
+bench: setup     ## The benchmarks that any machine can run; one JSON line per result
+	@for name in $(BENCHES); do $(PY) -m tests.bench.bench_$$name || exit 1; done
 
 clean:           ## Remove the virtual environment and what runs have left
 	rm -rf .venv build runs *.egg-info

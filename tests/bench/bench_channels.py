@@ -16,6 +16,7 @@ Prints one JSON line for each result; times are seconds and medians.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -87,6 +88,7 @@ def _run(asked: argparse.Namespace, scratch: Path) -> None:
                 time.sleep(0.1)
             _each(_planned(asked, served, near, far))
     dims = asked.dims[-1]
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the peers' would be among the results
     _each([partial(PEERS[name], dims, models[dims], asked.repeats) for name in asked.peers])
 
 

@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     asked = parser.parse_args()
     set_environment()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the peer's would be among the results
     config, versions = trained(asked.megabytes, steps=4)
     report(
         "setting",

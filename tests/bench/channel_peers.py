@@ -48,7 +48,6 @@ def by_nccl(dims: str, model: Path, repeats: int) -> None:
     """vLLM's NCCL weight transfer from the second GPU, paused as its documentation does."""
     device = torch.device("cuda", 1)
     weights = random_weights(specs_of_model(model), device, 7)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # for the engine's process; this one sees both
     engine = _Engine(model)
     times = []
     with torch.cuda.device(device):
@@ -69,19 +68,21 @@ class _Engine:
     """vLLM, on an event loop in a thread of its own, so that one may wait for it."""
 
     def __init__(self, model: Path) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._llm = self._do(self._start(model))
-
-    async def _start(self, model: Path) -> Any:
         from vllm.config import WeightTransferConfig
 
-        return bare_engine(
-            model,
-            load_format="dummy",
-            gpu_memory_utilization=0.25,
-            weight_transfer_config=WeightTransferConfig(backend="nccl"),
-        )
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # for the engine's process; this one sees both
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        settings = {
+            "load_format": "dummy",
+            "gpu_memory_utilization": 0.25,
+            "weight_transfer_config": WeightTransferConfig(backend="nccl"),
+        }
+
+        async def start() -> Any:  # within the loop, as it has to be
+            return bare_engine(model, **settings)
+
+        self._llm = self._do(start())
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -36,10 +36,9 @@ class TimedClient(RolloutClient):
 @contextmanager
 def serving(model: Path) -> Iterator[TimedClient]:
     """A real server in a process of its own."""
-    flags = ["--log-level", "warning"]
     log = model.parent / "server.log"
     with (
-        rollout_server(model, log, *flags, VLLM_LOGGING_LEVEL="ERROR") as server,
+        rollout_server(model, log, "--log-level", "warning") as server,
         TimedClient(server.url, timeout=READY_S) as client,
     ):
         server.wait_ready("/readyz")

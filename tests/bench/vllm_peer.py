@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,11 @@ from tests.bench.servers import CONTEXT
 
 
 def bare_engine(model: Path, **settings: Any) -> Any:
-    """An ``AsyncLLM``, which logs errors alone: its log would be among the results.
+    """An ``AsyncLLM``.
 
     Args:
         settings: of the engine, besides those that all have here.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+_LOOK_S = 0.25
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
@@ -32,3 +33,17 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     return future
+
+
+def wait_for(answers: Iterable[Future[Any]], *, meanwhile: Callable[[], None]) -> None:
+    """Wait for all answers, and do ``meanwhile`` every now and then.
+
+    Raises:
+        Exception: what the first that failed raised, or ``meanwhile``.
+    """
+    missing = set(answers)
+    while missing:
+        meanwhile()
+        done, missing = wait(missing, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()

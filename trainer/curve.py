@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ class Curve:
 
     Attributes:
         reward: mean reward of the training samples of each step.
-        accuracy: greedy accuracy on held-out problems, whenever it was measured.
+        accuracy: greedy accuracy on held-out problems, whenever it could be measured.
     """
 
     reward: list[tuple[int, float]]
@@ -32,8 +33,14 @@ def read_curve(run: Path) -> Curve:
     evaluations = read_records(run / "evaluation.jsonl")
     return Curve(
         [(m["step"], m["reward_mean"]) for m in metrics if m["reward_mean"] is not None],
-        [(e["step"], e["greedy"]["accuracy"]) for e in evaluations],
+        accuracies(evaluations),
     )
+
+
+def accuracies(evaluations: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """``(step, greedy accuracy)`` of the evaluations in which some answer got a verdict."""
+    found = [(e["step"], e["greedy"]["accuracy"]) for e in evaluations]
+    return [(step, accuracy) for step, accuracy in found if accuracy is not None]
 
 
 def save_curve(curve: Curve, path: Path) -> None:

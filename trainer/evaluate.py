@@ -7,14 +7,25 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from shared.client import RolloutClient
+from shared.calls import PromptLike
 from shared.protocol import Rollout
+from trainer.background import in_background, wait_for
 from trainer.config import Config
+from trainer.errors import MismatchError
 from trainer.prompts import Task
 from trainer.rewards import Failed, Outcome, Reward, Score, score_rollout
+from trainer.servers import ServerPool
+
+_ATTEMPTS = 3
+
+Rollouts = Callable[..., Rollout]
+"""Answers prompts, with the arguments of :meth:`shared.client.RolloutClient.rollout`."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Accuracy:
     """One measurement.
 
     Attributes:
-        accuracy: mean reward of the samples that could be scored; 0 when there are none.
+        accuracy: mean reward of the samples that could be scored; NaN when there are none.
         scored: how many those are.
         errors: samples on which the reward failed; they are in no mean.
         version: the oldest policy that answered.
@@ -55,24 +66,49 @@ class Evaluation:
 
 def _describe(accuracy: Accuracy) -> str:
     errors = f", {accuracy.errors} reward errors" if accuracy.errors else ""
-    return f"{accuracy.accuracy:.1%} of {accuracy.scored}{errors}"
+    mean = f"{accuracy.accuracy:.1%}" if accuracy.scored else "unknown"
+    return f"{mean} of {accuracy.scored}{errors}"
 
 
 def evaluate(
-    client: RolloutClient, config: Config, tasks: Sequence[Task], reward: Reward, *, step: int
+    rollouts: Rollouts, config: Config, tasks: Sequence[Task], reward: Reward, *, step: int
 ) -> Evaluation:
     """Measure the served policy: greedily, and at the training temperature if configured."""
-    greedy = measure(client, config, tasks, reward, group_size=1, temperature=0.0)
+    greedy = measure(rollouts, config, tasks, reward, group_size=1, temperature=0.0)
     count = config.evaluation.samples
     if not count:
         return Evaluation(step, greedy, None)
     temperature = config.rollout.temperature
-    sampled = measure(client, config, tasks, reward, group_size=count, temperature=temperature)
+    sampled = measure(rollouts, config, tasks, reward, group_size=count, temperature=temperature)
     return Evaluation(step, greedy, sampled)
 
 
+def of_policy(
+    servers: ServerPool, step: int, prompts: Sequence[PromptLike], **settings: Any
+) -> Rollout:
+    """Answers of the policy after ``step``, the latest that was published, from whichever server.
+
+    For the thread that trains: servers that come back meanwhile are brought up to date.
+
+    Raises:
+        MismatchError: they were of other weights, and of others again when asked again.
+        TitoError: no server could answer.
+    """
+    for _ in range(_ATTEMPTS):
+        answer = in_background(partial(servers.rollout, prompts, **settings), "tito-evaluation")
+        wait_for([answer], meanwhile=servers.ensure)
+        rollout = answer.result()
+        # Training takes older weights into account; here they would pass for those of the step.
+        if not any(servers.published.staleness(s, step + 1) for s in rollout.samples):
+            return rollout
+    raise MismatchError(
+        f"the policy after step {step} was to be evaluated, and older ones have answered",
+        advice="look at the servers' logs: their engines go back to earlier weights",
+    )
+
+
 def measure(
-    client: RolloutClient,
+    rollouts: Rollouts,
     config: Config,
     tasks: Sequence[Task],
     reward: Reward,
@@ -81,14 +117,14 @@ def measure(
     temperature: float,
 ) -> Accuracy:
     """Accuracy over ``group_size`` answers to every task."""
-    rollout = ask(client, config, tasks, group_size=group_size, temperature=temperature)
+    rollout = ask(rollouts, config, tasks, group_size=group_size, temperature=temperature)
     flat = [outcome for group in score_rollout(reward, tasks, rollout) for outcome in group]
     version = min(sample.version for sample in rollout.samples)
     return summarise(flat, version)
 
 
 def ask(
-    client: RolloutClient,
+    rollouts: Rollouts,
     config: Config,
     tasks: Sequence[Task],
     *,
@@ -99,7 +135,7 @@ def ask(
     settings = config.rollout.sampling() | {"temperature": temperature}
     if config.evaluation.max_tokens:
         settings["max_tokens"] = config.evaluation.max_tokens
-    return client.rollout(
+    return rollouts(
         [task.prompt for task in tasks], group_size=group_size, purpose="eval", **settings
     )
 
@@ -108,4 +144,5 @@ def summarise(outcomes: Sequence[Outcome], version: int) -> Accuracy:
     """Mean of the scores; failures are counted and left out of it."""
     scores = [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
     errors = sum(isinstance(outcome, Failed) for outcome in outcomes)
-    return Accuracy(sum(scores) / max(len(scores), 1), len(scores), errors, version)
+    mean = sum(scores) / len(scores) if scores else math.nan
+    return Accuracy(mean, len(scores), errors, version)

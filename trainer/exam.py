@@ -80,11 +80,15 @@ def examine(
 ) -> Exam:
     """Ask the served policy all problems and judge the answers."""
     count = config.evaluation.samples
-    greedy = ask(client, config, tasks, group_size=1, temperature=0.0)
+    greedy = ask(client.rollout, config, tasks, group_size=1, temperature=0.0)
     rollouts = {"greedy": greedy}
     if count:
         rollouts["sampled"] = ask(
-            client, config, tasks, group_size=count, temperature=config.rollout.temperature
+            client.rollout,
+            config,
+            tasks,
+            group_size=count,
+            temperature=config.rollout.temperature,
         )
     errors, table = 0, {way: dict[str, Estimate]() for way in WAYS}
     for kind, rollout in rollouts.items():

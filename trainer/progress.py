@@ -94,7 +94,7 @@ class ProgressLog:
     def evaluation(self, found: Evaluation) -> None:
         """Record a measurement of accuracy."""
         with (self._directory / "evaluation.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(found)) + "\n")
+            lines.write(json.dumps(_without_nan(asdict(found))) + "\n")
         measured = {"greedy": found.greedy, "sampled": found.sampled}
         figures = {f"evaluation/{k}": v.accuracy for k, v in measured.items() if v is not None}
         self._track(figures, found.step)
@@ -169,6 +169,8 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _without_nan(record: dict[str, float]) -> dict[str, float | None]:
+def _without_nan(value: Any) -> Any:
     # JSON has no NaN; a reader in another language must not choke on the file.
-    return {name: None if math.isnan(value) else value for name, value in record.items()}
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

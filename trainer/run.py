@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,9 +89,8 @@ class Run:
         if not self.held_out:
             return
         with self.log.phase("evaluating"):
-            found = evaluate.evaluate(
-                self.servers.client, self.config, self.held_out, self.reward, step=step
-            )
+            ask = partial(evaluate.of_policy, self.servers, step)
+            found = evaluate.evaluate(ask, self.config, self.held_out, self.reward, step=step)
         self.log.evaluation(found)
 
     def save(self, step: int) -> None:

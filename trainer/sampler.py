@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import xxhash
 from shared.codec import rollout_from_wire, rollout_to_wire
 from shared.protocol import Group, Rollout, Sample
 from trainer.agreement import refuse_other_sampling, refuse_other_tokenizer
-from trainer.background import in_background
+from trainer.background import in_background, wait_for
 from trainer.checks import check_records
 from trainer.config import Config
 from trainer.errors import CheckpointError, MismatchError
@@ -30,7 +30,6 @@ from trainer.prompts import PromptSource, Task
 from trainer.servers import ServerPool
 
 _PORTIONS_PER_SERVER = 4
-_LOOK_S = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +179,7 @@ class Sampler:
         refuse_other_sampling(rollout.sampling, temperature=options.temperature)
 
     def _collect(self, portions: list[Portion]) -> tuple[list[Task], Rollout]:
-        missing = {portion.answer for portion in portions}
-        while missing:
-            self._pool.ensure()
-            done, missing = wait(missing, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+        wait_for((portion.answer for portion in portions), meanwhile=self._pool.ensure)
         tasks = [task for portion in portions for task in portion.tasks]
         return tasks, joined([portion.answer.result() for portion in portions])
 

@@ -99,13 +99,6 @@ class ServerPool:
         """How many there are, current or not."""
         return len(self._servers)
 
-    @property
-    def client(self) -> RolloutClient:
-        """A client of a current server; waits for one as ``ensure`` does."""
-        while not (current := self.current):
-            self.ensure()
-        return current[0].client
-
     def troubles(self) -> str | None:
         """Which servers do not serve the current policy, and why; None when all do."""
         aside = [server for server in self._servers if server.live is None]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,14 @@ def test_failures_are_counted_and_left_out_of_the_mean() -> None:
     accuracy = summarise([Score(1.0), Score(0.0), Failed("x"), Score(1.0)], version=3)
     assert accuracy.accuracy == pytest.approx(2 / 3)
     assert (accuracy.scored, accuracy.errors, accuracy.version) == (3, 1, 3)
-    assert summarise([Failed("x")], version=1).accuracy == 0.0
+
+
+def test_without_a_verdict_the_accuracy_is_unknown() -> None:
+    accuracy = summarise([Failed("x")], version=1)
+    assert math.isnan(accuracy.accuracy)
+    assert str(Evaluation(2, accuracy, None)) == (
+        "held-out accuracy: greedy unknown of 0, 1 reward errors (v1)"
+    )
 
 
 def test_asks_greedily_and_then_at_the_training_temperature(
@@ -47,7 +55,7 @@ def test_asks_greedily_and_then_at_the_training_temperature(
         open_reward(RewardConfig(function="exact")) as reward,
         RolloutClient("http://t", transport=httpx.MockTransport(handler)) as client,
     ):
-        found = evaluate(client, config, [Task("q", "7")] * 3, reward, step=4)
+        found = evaluate(client.rollout, config, [Task("q", "7")] * 3, reward, step=4)
     assert found.greedy.accuracy == 0.0
     assert found.sampled is not None
     assert found.sampled.accuracy == 0.5
@@ -72,7 +80,7 @@ def test_greedy_accuracy_of_a_real_server_is_repeatable(
 
     def measure() -> Evaluation:
         with open_reward(config.reward) as reward, RolloutClient(server_url) as client:
-            return evaluate(client, config, tasks, reward, step=0)
+            return evaluate(client.rollout, config, tasks, reward, step=0)
 
     first, second = measure(), measure()
     assert first.greedy.scored == 16

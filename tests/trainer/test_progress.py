@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from shared.lesson import truncated_share
 from shared.protocol import Sample
+from trainer.curve import read_curve
 from trainer.evaluate import Accuracy, Evaluation
 from trainer.metrics import StepMetrics, mean_length, reward_statistics
 from trainer.progress import ProgressLog, forget_later_steps, step_line
@@ -170,3 +171,31 @@ def test_colour_only_on_a_terminal(terminal: bool) -> None:
     out = io.StringIO()
     Console(file=out, force_terminal=terminal).print(step_line(METRICS, 10))
     assert ("\x1b" in out.getvalue()) is terminal
+
+
+def test_an_unknown_accuracy_is_null_in_the_file_and_no_figure(tmp_path: Path) -> None:
+    logged: list[dict[str, float]] = []
+
+    class Keeping:
+        def log(self, figures: Mapping[str, float], step: int) -> None:  # noqa: ARG002
+            logged.append(dict(figures))
+
+        def close(self) -> None:
+            pass
+
+    known, unknown = Accuracy(0.5, 4, 0, 3), Accuracy(NAN, 0, 4, 3)
+    with ProgressLog(tmp_path, 9, trackers=[Keeping()]) as log:
+        log.evaluation(Evaluation(1, known, unknown))
+        log.evaluation(Evaluation(2, unknown, None))
+    assert logged == [{"evaluation/greedy": 0.5}, {}]
+
+    def refuse(name: str) -> float:
+        raise AssertionError(name)
+
+    lines = (tmp_path / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    first, second = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert (first["greedy"]["accuracy"], first["sampled"]["accuracy"]) == (0.5, None)
+    assert (second["greedy"]["accuracy"], second["sampled"]) == (None, None)
+    # What reads the file goes on with the others.
+    (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
+    assert read_curve(tmp_path).accuracy == [(1, 0.5)]

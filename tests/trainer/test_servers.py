@@ -20,6 +20,7 @@ from tests.trainer.fake_servers import FakeServer, fake_servers
 from trainer import publish
 from trainer.background import in_background
 from trainer.errors import MismatchError
+from trainer.evaluate import of_policy
 from trainer.published import Published
 from trainer.server import Server
 from trainer.servers import ServerPool
@@ -263,3 +264,58 @@ def test_a_server_that_went_back_to_weights_of_nobody_gets_the_runs_again(
         (sample,) = rolling.result(60).samples
         assert pool.published.knows(sample.digest)
         assert pool.published.staleness(sample, 2) == 0
+
+
+ASKED = {"group_size": 1, "purpose": "eval"}
+
+
+def test_a_server_that_dies_in_an_evaluation_is_left_out(
+    servers: list[FakeServer], pool_of: Any
+) -> None:
+    mortal, alive = servers
+    with pool_of([mortal.url, alive.url]) as pool:
+        pool.publish(3)
+        join_all(pool)
+        mortal.engine.gate.clear()
+        alive.engine.gate.clear()
+
+        def fail() -> None:
+            eventually(lambda: mortal.engine.running + alive.engine.running == 1)
+            asked, other = (mortal, alive) if mortal.engine.running else (alive, mortal)
+            asked.kill()
+            other.engine.gate.set()
+            asked.start()
+
+        failing = in_background(fail, "test")
+        (sample,) = of_policy(pool, 3, [[5]], **ASKED).samples
+        failing.result(60)
+        assert pool.published.staleness(sample, 4) == 0
+        join_all(pool)
+
+
+def test_a_server_that_restarted_is_evaluated_with_the_weights_of_the_step(
+    servers: list[FakeServer], pool_of: Any
+) -> None:
+    server = servers[0]
+    with pool_of([server.url]) as pool:
+        pool.publish(3)
+        server.kill()
+        server.start()
+        (sample,) = of_policy(pool, 3, [[5]], **ASKED).samples
+        assert pool.published.staleness(sample, 4) == 0
+
+
+def test_older_weights_of_the_run_are_not_taken_for_those_of_the_step(
+    servers: list[FakeServer], pool_of: Any, model: Any
+) -> None:
+    """The training of later steps may have them; an evaluation says that it is of this one."""
+    server = servers[0]
+    with pool_of([server.url]) as pool:
+        pool.publish(1)
+        change(model)
+        pool.publish(2)
+        server.engine.lag = 1
+        with pytest.raises(MismatchError, match="older ones have answered"):
+            of_policy(pool, 2, [[5]], **ASKED)
+        server.engine.lag = 0
+        assert of_policy(pool, 2, [[5]], **ASKED).samples

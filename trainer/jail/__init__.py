@@ -8,8 +8,8 @@ does all that it started. Limits bound CPU time, memory, file size and the numbe
 it can still do is what the user who runs the trainer can: read files, and write to named pipes and
 devices.
 
-``launch`` is the process in the jail, ``confinement`` how it gets there, ``seccomp`` the
-filter, and ``calls`` how tests call a program in another process. They run in an isolated interpreter with
-the standard library alone, and import nothing else. :mod:`trainer.rewards.program` starts and ends
+``launch`` is the process in the jail, ``confinement`` how it gets there, ``seccomp`` the filter and
+``calls`` how tests call a program in another process. They run in an isolated interpreter with the
+standard library alone, and import nothing else. :mod:`trainer.rewards.program` starts and ends
 them.
 """

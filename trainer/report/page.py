@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from shared.lesson import MAX_TRUNCATED_SHARE
+from trainer.curve import accuracies
 from trainer.report.charts import Series, bar_chart, line_chart, short, values_of
 from trainer.report.markup import Content, Html, table, tag
 from trainer.report.record import RunRecord, decoder
@@ -83,7 +84,7 @@ def _first_to_last(values: Sequence[float | None]) -> str:
 
 
 def _accuracy(evaluations: Sequence[dict[str, Any]]) -> str:
-    found = [evaluation["greedy"]["accuracy"] for evaluation in evaluations]
+    found = [accuracy for _, accuracy in accuracies(evaluations)]
     return f"{found[0]:.1%} \N{RIGHTWARDS ARROW} {found[-1]:.1%}" if found else ""
 
 
@@ -95,7 +96,7 @@ def _curves(record: RunRecord) -> Html:
 
     reward = values_of(metrics, "reward_mean")
     spread = dict(values_of(metrics, "reward_spread"))
-    accuracy = [(e["step"], e["greedy"]["accuracy"]) for e in record.evaluations]
+    accuracy = accuracies(record.evaluations)
     parts = sorted({name for m in metrics for name in m.get("rewards") or {}})
     charts = [
         line_chart(

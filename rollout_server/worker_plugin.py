@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 PARENT_VARIABLE = "TITO_ENGINE_PARENT"
 QUICK_VARIABLE = "TITO_ENGINE_QUICK"
 
+# More than lies between two steps of an engine that has work.
+_POLLING_S = 0.01
+
 
 def prepare_process() -> None:
     """Ready an engine process of ours; vLLM calls this in each (``vllm.general_plugins``).
@@ -50,6 +53,7 @@ def prepare_process() -> None:
         _mend_cpu_attention()
         _mend_cpu_lora()
         _mend_cpu_seeds()
+        _mend_cpu_waits()
 
 
 def _mend_cpu_attention() -> None:
@@ -142,6 +146,28 @@ def _mend_cpu_seeds() -> None:
 
     TopKTopPSampler.forward_cpu = forward_cpu
     CachedRequestState.__post_init__ = counted
+
+
+def _mend_cpu_waits() -> None:
+    """Let an engine that waits leave its cores to others, such as the trainer on this machine.
+
+    vLLM's processes poll for a second after each message before they sleep, which is longer than a
+    small model's training step. They yield meanwhile, but Linux divides cores among sessions and
+    containers first: yielding helps only processes of the same one.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    plain_init = SpinCondition.__init__
+
+    def impatient(self: Any, *args: Any, **options: Any) -> None:
+        plain_init(self, *args, **options)
+        self.busy_loop_s = min(self.busy_loop_s, _POLLING_S)
+
+    SpinCondition.__init__ = impatient
 
 
 def _end_with(server: int) -> None:

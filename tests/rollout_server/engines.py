@@ -221,6 +221,12 @@ class Process:
         return int(self._status[1]) if self._status else 0
 
     @property
+    def cpu_seconds(self) -> float:
+        """What it has used so far, its children left out; 0 when it has ended."""
+        user_and_system = map(int, self._status[11:13])
+        return sum(user_and_system) / os.sysconf("SC_CLK_TCK")
+
+    @property
     def _status(self) -> list[str]:
         # A name in brackets comes first, and may have brackets and blanks in it.
         return self._read("stat").rpartition(")")[2].split()

@@ -23,13 +23,12 @@ except ModuleNotFoundError:  # a client that was installed alone has this comman
 from rollout_server.app import create_app
 from rollout_server.connections import KEEP_ALIVE_S, Connection
 from rollout_server.logs import configure
+from rollout_server.origins import is_loopback
 from rollout_server.settings import ServerSettings, settings_from_args
 from rollout_server.start_failure import EngineDidNotStart
 from shared import tracing
 
 log = logging.getLogger("tito.server")
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def main() -> None:
@@ -47,7 +46,7 @@ def main() -> None:
         app = create_app(settings, on_startup_failure=give_up)
     except ValueError as error:
         _die(str(error), "see rollout-server --help")
-    if settings.tokens_file is None and settings.host not in _LOOPBACK:
+    if settings.tokens_file is None and not is_loopback(settings.host):
         log.warning("whoever reaches %s may do everything; see --tokens-file", settings.host)
     server = uvicorn.Server(
         uvicorn.Config(

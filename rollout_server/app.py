@@ -21,6 +21,7 @@ from rollout_server.http import ClientGone, error_answer
 from rollout_server.leases import Leases
 from rollout_server.logs import NamedRequests
 from rollout_server.metrics import Metrics
+from rollout_server.origins import Origins
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
 from rollout_server.routes import channels as channel_routes
@@ -76,10 +77,14 @@ def create_app(
         channels.close()
         await startup.close()
 
-    app = FastAPI(title="Tito rollout server", version="1", lifespan=lifespan)
+    # FastAPI's pages about the API would run scripts from elsewhere beside the viewer's token.
+    app = FastAPI(
+        title="Tito rollout server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.startup = startup
     app.state.metrics = metrics
     app.state.authenticator = authenticator
+    app.state.origins = Origins(settings.host, settings.allowed_hosts)
     app.state.leases = leases
     app.state.channels = channels
     app.state.body_silence = settings.body_silence

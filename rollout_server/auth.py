@@ -39,6 +39,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import PydanticCustomError
 
+from rollout_server.origins import Origins
 from shared.errors import Forbidden, Unauthorized
 from shared.protocol import POLICY_NAME
 
@@ -179,7 +180,7 @@ class Authenticator:
 
 
 def caller_with(*scopes: str) -> Callable[..., Awaitable[Caller]]:
-    """A FastAPI dependency: the caller, who must have all these scopes.
+    """A FastAPI dependency: the caller, who must have all these scopes and be no foreign page.
 
     Args:
         scopes: may name path parameters, e.g. ``publish:{name}``; none lets any valid token in.
@@ -189,6 +190,7 @@ def caller_with(*scopes: str) -> Callable[..., Awaitable[Caller]]:
         request: Request,
         _: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)],
     ) -> Caller:
+        cast(Origins, request.app.state.origins).check(request.headers)
         authenticator = cast(Authenticator, request.app.state.authenticator)
         caller = authenticator.authenticate(request.headers.get("authorization"))
         for scope in scopes:

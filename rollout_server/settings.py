@@ -86,6 +86,12 @@ class ServerSettings(BaseSettings):
 
     host: str = _setting("127.0.0.1", "Network", "Address to listen on; 0.0.0.0 for all.")
     port: int = _setting(8300, "Network", "Port to listen on.", ge=1, le=65535)
+    allowed_hosts: list[str] = _setting(
+        [],
+        "Network",
+        "Names that people call this server by, besides localhost and addresses (repeatable); "
+        "without any, a server on loopback takes no other, and one on more than that every name.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "Network", "Least severe messages shown."
     )
@@ -259,8 +265,9 @@ def _parser() -> argparse.ArgumentParser:
         flag, help_text = f"--{name.replace('_', '-')}", f"{field.description} ({shown})"
         if field.annotation in (bool, bool | None):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)
-        elif field.annotation == list[Path]:
-            group.add_argument(flag, action="append", metavar="DIR", help=help_text)
+        elif field.annotation in (list[Path], list[str]):
+            metavar = "DIR" if field.annotation == list[Path] else "VALUE"
+            group.add_argument(flag, action="append", metavar=metavar, help=help_text)
         else:
             group.add_argument(flag, metavar="VALUE", help=help_text)
     return parser

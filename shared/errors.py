@@ -4,7 +4,7 @@
     |-- InvalidRequest          422  a field is wrong; ``problems`` says which and what is allowed
     |-- MalformedBody           400  the body is not the msgpack, JSON or safetensors it says it is
     |-- Unauthorized            401  no bearer token, or one that nobody was given
-    |-- Forbidden               403  the token lacks the scope, or the path is outside those allowed
+    |-- Forbidden               403  the token lacks the scope, or path or web page is not allowed
     |-- NotFound                404  no such policy or route
     |-- Conflict                409  somebody else is writing, or the base is not the live version
     |-- PreconditionFailed      412  the live policy is not the one asked for

@@ -521,7 +521,7 @@ def raw_exchange(url: str, request: bytes) -> bytes:
 @pytest.mark.parametrize("path", ["/rollout", "/reload"])
 def test_a_content_length_that_is_none(server_url: str, path: str, length: str) -> None:
     content_type = SAFETENSORS if path == "/reload" else MSGPACK
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
     answer = raw_exchange(server_url, f"{head}Content-Length: {length}\r\n\r\nx".encode())
     assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
 

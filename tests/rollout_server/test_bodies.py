@@ -133,7 +133,7 @@ def server(running: Server) -> Iterator[Server]:
 
 
 def head(path: str, length: int, *more: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length}", *more]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *more]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

@@ -255,7 +255,7 @@ def begun(url: str, content_type: str, raw: bytes, length: int) -> Iterator[sock
     """A connection on which the first part of an upload has been sent."""
     host, port = url.removeprefix("http://").split(":")
     head = (
-        f"POST /reload HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\n"
+        f"POST /reload HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
         f"{DIGEST_HEADER}: {DIGEST_TRAILER}\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
     with socket.create_connection((host, int(port)), timeout=30) as connection:

@@ -350,7 +350,7 @@ def half_an_upload(url: str, weights: Weights) -> Iterator[socket.socket]:
     raw = upload_of(weights.tensors)
     host, port = url.removeprefix("http://").split(":")
     head = (
-        f"POST /reload HTTP/1.1\r\nHost: x\r\nContent-Type: {SAFETENSORS}\r\n"
+        f"POST /reload HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\n"
         f"{DIGEST_HEADER}: {DIGEST_TRAILER}\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
     with socket.create_connection((host, int(port))) as connection:

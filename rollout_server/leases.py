@@ -24,7 +24,7 @@ from typing import Any
 
 from rollout_server.lease_file import Lease, first_number, read_leases, write_leases
 from rollout_server.staging import storage_errors
-from shared.errors import Conflict, Forbidden, InvalidRequest, Problem
+from shared.errors import Conflict, Forbidden, InsufficientStorage, InvalidRequest, Problem
 
 _FILE = "leases.json"
 _COMMIT_RETRY_S = 1.0
@@ -177,7 +177,10 @@ class Leases:
     def _drop_expired(self) -> None:
         alive = {name: lease for name, lease in self._leases.items() if self._is_alive(lease)}
         if len(alive) < len(self._leases):
-            self._keep(self._last_fence, alive)  # else a restart would bring them back
+            try:
+                self._keep(self._last_fence, alive)  # else a restart would bring them back
+            except InsufficientStorage:
+                self._leases = alive  # which does no harm: nobody has followed these
 
     def _held(self, policy: str, fence: int, owner: str) -> Lease:
         lease = self._leases.get(policy)

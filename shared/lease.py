@@ -26,6 +26,7 @@ from shared.errors import (
     Conflict,
     EngineFailure,
     EngineUnavailable,
+    InsufficientStorage,
     MalformedBody,
     ServerUnreachable,
     TitoError,
@@ -35,7 +36,7 @@ from shared.protocol import MSGPACK
 _BEATS_PER_TTL = 3
 _RETRY_S = 1.0
 # What a later heartbeat may mend; any other refusal means that the lease is lost.
-_PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure)
+_PASSING = (ServerUnreachable, EngineUnavailable, EngineFailure, InsufficientStorage)
 
 
 Send = Callable[..., Any]

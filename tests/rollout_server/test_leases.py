@@ -318,12 +318,13 @@ def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path, clock: Clock) -> No
     assert may_publish(leases, fences[0])
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_gives_no_number(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     leases = Leases(tmp_path, clock=clock)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
@@ -331,3 +332,21 @@ def test_a_full_disk_gives_no_number(
             acquire(leases)
     assert leases.current("p") is None
     acquire(leases)
+
+
+def test_a_full_disk_ends_no_lease_but_those_that_have_expired(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = Leases(tmp_path, clock=clock)
+    dead, alive = acquire(leases, policy="q"), acquire(leases)
+    clock.tick(20)
+    leases.renew("p", alive.fence, owner="team")
+    clock.tick(20)
+    monkeypatch.setattr(os, "fsync", full)
+    leases.renew("p", alive.fence, owner="team")
+    leases.check("p", alive.fence, owner="team")
+    with pytest.raises(Conflict):
+        leases.renew("q", dead.fence, owner="team")
+    monkeypatch.undo()
+    acquire(leases, "b", policy="r")  # what is written next knows that it has ended
+    assert Leases(tmp_path, clock=clock).current("q") is None

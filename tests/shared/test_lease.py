@@ -17,7 +17,14 @@ import pytest
 from rollout_server.leases import Leases
 from shared.async_lease import AsyncLease
 from shared.client import AsyncRolloutClient, RolloutClient
-from shared.errors import Conflict, EngineFailure, Forbidden, ServerUnreachable, TitoError
+from shared.errors import (
+    Conflict,
+    EngineFailure,
+    Forbidden,
+    InsufficientStorage,
+    ServerUnreachable,
+    TitoError,
+)
 from shared.lease import Lease, default_holder
 from tests.rollout_server.fakes import Clock, idle_app, leases_on
 from tests.rollout_server.support import eventually, serving
@@ -161,7 +168,9 @@ class Line:
         return self(method, path, **request)
 
 
-@pytest.mark.parametrize("error", [ServerUnreachable("cut"), EngineFailure("disk full")])
+@pytest.mark.parametrize(
+    "error", [ServerUnreachable("cut"), EngineFailure("a bug"), InsufficientStorage("disk full")]
+)
 def test_a_lease_is_doubted_while_no_heartbeat_is_answered(error: TitoError) -> None:
     line = Line()
     with Lease(line, "default", ttl=0.3) as lease:

@@ -25,6 +25,7 @@ from shared.errors import (
 )
 from shared.protocol import JSON, MSGPACK, NDJSON
 
+_SMALL_BODY_BYTES = 4096
 _PROBLEMS_SHOWN = 20
 _SHOWN_CHARS = 80
 
@@ -51,13 +52,15 @@ async def read_model(request: Request, model: type[M], max_bytes: int) -> M:
 
 
 async def read_document(request: Request, max_bytes: int) -> Any:
-    """Read and decode a msgpack or JSON body, off the event loop.
+    """Read and decode a msgpack or JSON body, off the event loop unless it is small.
 
     Raises:
         BodyTooLarge, MalformedBody, UnsupportedMediaType: see each.
     """
     content_type = media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_bytes)
+    if len(body) <= _SMALL_BODY_BYTES:  # sooner read than given to a thread
+        return decode(body, content_type)
     return await asyncio.to_thread(decode, body, content_type)
 
 

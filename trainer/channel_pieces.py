@@ -46,12 +46,12 @@ def _slots(layout: Layout, tensors: Iterable[Named], first: torch.dtype | None) 
     """
     places = zip(layout.specs, layout.offsets, tensors, strict=True)
     for spec, start, (name, load) in places:
-        tensor = load().detach()
-        if name != spec.name or tuple(tensor.shape) != spec.shape:
+        tensor = load()
+        if name != spec.name or tensor.shape != spec.shape:
             raise ValueError(f"{spec} was announced, and {name} {list(tensor.shape)} came")
         if first is not None and tensor.is_floating_point():
             tensor = tensor.to(first)
-        if tensor.numel():
+        if spec.nbytes:
             yield Slot(tensor.reshape(-1), DTYPES[spec.dtype], start)
 
 

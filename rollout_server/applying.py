@@ -20,6 +20,7 @@ from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
 from rollout_server.upload_copies import UploadCopies
 from rollout_server.worker_links import WorkerLinks
+from shared import tracing
 from shared.errors import Conflict, EngineFailure, EngineUnavailable, TitoError
 from shared.protocol import PauseMode, ReloadResult
 
@@ -47,6 +48,7 @@ class WeightSwitch:
         self._base = base
         self._copies = UploadCopies()
         self._clearing: asyncio.Task[None] | None = None
+        self._ahead = 0
 
     async def apply(
         self, publish: Publish, folder: Path, verified: Verified, options: PublishOptions
@@ -94,18 +96,45 @@ class WeightSwitch:
             Conflict, EngineUnavailable: nothing has changed.
             EngineFailure: the load failed; the message says what is live now.
         """
-        engine, version = self._supervisor.current(), self._next_number()
+        engine = self._supervisor.current()
         if engine is not links.engine:
             raise Conflict("the engine was replaced, and what it had received is gone")
-        # Before a token is labelled with it: the file that would tell comes later.
-        await asyncio.to_thread(self._spool.reserve, self._policy.name, version)
+        await self.reserve()
+        version = self._next_number()
+        publish.state = PublishState.APPLYING
+        if options.mode is PauseMode.DRAIN:  # which may have to be called off
+            with stage(publish, "pause"):
+                await self._pause(engine, options)
+        try:
+            await self._switch(publish, links, version, digest, options.mode)
+        except Exception as error:
+            publish.state = PublishState.ROLLED_BACK
+            raise await self._restored(engine, error) from error
+        await self._policy.advance(publish, version, digest, durable=False)
 
-        async def load() -> None:
-            with stage(publish, "load"):
-                await _load_buffers(links, version)
-            await self._policy.advance(publish, version, digest, durable=False)
+    async def _switch(
+        self, publish: Publish, links: WorkerLinks, version: int, digest: str, mode: PauseMode
+    ) -> None:
+        # Tokens of the new version may be here before this returns.
+        self._policy.announce(version, digest)
+        mode = PauseMode.KEEP if mode is PauseMode.DRAIN else mode
+        with tracing.span("publish switch"):
+            seconds = await links.switch(mode, version)
+        for name, spent in seconds.items():
+            publish.timings[name] = publish.timings.get(name, 0.0) + spent
 
-        await self._while_paused(publish, engine, options, load)
+    async def reserve(self) -> None:
+        """Have on the disk that the next number is taken, before a token is labelled with it.
+
+        The file that would tell comes later. Who calls this beforehand need not wait for it then.
+        """
+        if self._ahead <= self._policy.newest_number:
+            self._ahead = await asyncio.to_thread(self._reserved)
+
+    def _reserved(self) -> int:
+        number = self._next_number()
+        self._spool.reserve(self._policy.name, number)
+        return number
 
     async def settle(self, publish: Publish, links: WorkerLinks, applying: asyncio.Lock) -> None:
         """Copy to the spool what :meth:`apply_staged` has made live, while generation goes on.
@@ -117,11 +146,12 @@ class WeightSwitch:
         policy, version, digest = self._policy, publish.version, publish.digest
         assert version is not None
         assert digest is not None
-        folder = self._spool.stage()
+        # What makes the publish live ends meanwhile, and is answered before the disk is busy.
+        folder = await asyncio.to_thread(self._spool.stage)
         try:
             with stage(publish, "copy"):
                 path = folder / CANONICAL_FILE
-                self._spool.recycle(path)
+                await asyncio.to_thread(self._spool.recycle, path)
                 found = await links.spill(path)
                 if found != digest:
                     async with applying:
@@ -149,6 +179,8 @@ class WeightSwitch:
 
     def _next_number(self) -> int:
         policy = self._policy
+        if self._ahead > policy.newest_number:
+            return self._ahead
         return max(policy.newest_number, self._spool.newest_number(policy.name)) + 1
 
     async def _commit(

@@ -21,7 +21,6 @@ from rollout_server.checkpoints import reject_if
 from rollout_server.policies import Policy, Publish, PublishState
 from shared.errors import Problem
 from shared.protocol import ReloadResult
-from shared.weights import checkpoint_digest
 
 if TYPE_CHECKING:
     from rollout_server.open_channel import OpenChannel
@@ -109,7 +108,8 @@ class ChannelPublisher:
                 await receive()
             publish.state = PublishState.STAGED
             with stage(publish, "verify"):
-                digest = await _verified(channel, seconds)
+                verifying = _verified(channel, seconds)
+                digest, _ = await asyncio.gather(verifying, self._switch.reserve())
             publish.state, publish.digest = PublishState.VERIFIED, digest
             result = await to_its_end(self._make_live(publish, channel, digest, options))
             if durable:
@@ -130,7 +130,7 @@ class ChannelPublisher:
 
 async def _verified(channel: OpenChannel, seconds: float) -> str:
     """Digest of what the workers hold for a channel, if it may be loaded."""
-    hashes, broken = await channel.links.verify(seconds)
+    digest, broken = await channel.links.verify(seconds)
     problems = [Problem(name, "NaN or infinite values", "finite values") for name in broken]
     reject_if(problems, "the channel holds values that are not finite")
-    return checkpoint_digest(zip(channel.layout.specs, hashes, strict=True))
+    return digest

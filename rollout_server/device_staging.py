@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_server.worker_buffer import WorkerBuffer
 from rollout_server.worker_channel import WorkerChannel
@@ -37,6 +37,32 @@ class StagedTensors:
         return self.tensors.get(name)
 
 
+class _Places:
+    """Where a model's parameters are. Looking for them in all modules takes longer than a load.
+
+    Args:
+        model: its modules stay what they are; their parameters may be replaced, or moved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = [
+            (module._parameters, name, parameter, parameter.data_ptr())
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def are_still_there(self) -> bool:
+        """Whether all parameters are where they were."""
+        return all(
+            owner.get(name) is parameter and parameter.data_ptr() == place
+            for owner, name, parameter, place in self._found
+        )
+
+
 class DeviceStaging:
     """Worker methods for buffers on the device; ``self`` is vLLM's worker."""
 
@@ -46,7 +72,7 @@ class DeviceStaging:
     model_runner: Any
     _tito_buffers: dict[str, WorkerBuffer] | None = None
     _tito_plan: Any = None
-    _tito_places: list[int] | None = None
+    _tito_places: _Places | None = None
 
     def tito_channel_open(
         self, channel: str, folder: str, kind: str, tensors: list[Any], interface: str, secret: str
@@ -67,7 +93,14 @@ class DeviceStaging:
         rank = self._tito_rank()
         address = Path(folder) / str(rank)
         opened = WorkerChannel(
-            address, kind, layout, self.device, interface, secret, self._tito_forget
+            address,
+            kind,
+            layout,
+            self.device,
+            interface,
+            secret,
+            self._tito_prepare,
+            self._tito_forget,
         )
         try:
             described = opened.described(leads=rank == 0)
@@ -145,12 +178,13 @@ class DeviceStaging:
             return 0
         from rollout_server.load_plan import LoadPlan
 
-        model = self.model_runner.get_model()
-        places = [parameter.data_ptr() for parameter in model.parameters()]
-        if self._tito_plan is None or places != self._tito_places:
+        places = self._tito_places
+        if self._tito_plan is None or places is None or not places.are_still_there():
             # Made anew should the parameters have moved: copies into the old ones would go unseen.
+            model = self.model_runner.get_model()
             try:
-                self._tito_plan, self._tito_places = LoadPlan.recorded(model, tensors), places
+                self._tito_plan = LoadPlan.recorded(model, tensors)
+                self._tito_places = places = _Places(model)
             except ValueError as error:
                 # As text: a log that kept the error itself would keep the memory, too.
                 log.info("there is no plan of copies: %s", f"{error}")

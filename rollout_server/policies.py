@@ -84,7 +84,7 @@ class Policy:
             one before.
         files: canonical checkpoint of that version.
         adapter: what requests run on, for a LoRA policy.
-        digests: digest of each version so far.
+        digests: digest of each version so far, also of one that is just being loaded.
         changed: notified whenever another version is live.
     """
 
@@ -132,7 +132,7 @@ class Policy:
 
     @property
     def newest_number(self) -> int:
-        """The highest version that ever was live here."""
+        """The highest version that was announced, or ever live, here."""
         return max(self.digests)
 
     @property
@@ -148,6 +148,10 @@ class Policy:
         if len(self.history) > _HISTORY and ended:
             self.history.remove(ended[0])
         return publish
+
+    def announce(self, version: int, digest: str) -> None:
+        """A version may be live before :meth:`advance` says so; its number is taken."""
+        self.digests[version] = digest
 
     async def advance(
         self,

@@ -19,6 +19,8 @@ from rollout_server.heap import freeze_heap
 from rollout_server.sampled_scores import UNRANKED
 from rollout_server.settings import ServerSettings
 from rollout_server.start_failure import reason_told
+from rollout_server.switching import SWITCH
+from rollout_server.whole_scores import take_scores_whole
 from rollout_server.worker_plugin import PARENT_VARIABLE, QUICK_VARIABLE
 from shared import tracing
 from shared.errors import EngineFailure
@@ -56,6 +58,7 @@ class VLLMEngine:
         # On GPUs vLLM would fork, and a forked process does not load plugins again: it would go on
         # without a server, and without what else the worker plugin does for it.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        take_scores_whole()
         with reason_told(settings):
             self._llm: AsyncLLM = AsyncLLM.from_engine_args(
                 _engine_args(settings, self.worker_extension)
@@ -124,17 +127,29 @@ class VLLMEngine:
     async def pause(self, mode: PauseMode) -> None:
         # What pause_generation does, but for its 20 ms of sleep at the end, so that outputs come
         # before it returns: they may come later, each says by which weights it was made.
-        await self._llm.renderer.clear_mm_cache_async()
+        await self._forget_inputs()
         # Without clear_cache, keys and values of the old weights would serve the new ones.
         pause = self._llm.engine_core.pause_scheduler_async(
             mode=PAUSE_MODES[mode], clear_cache=True
         )
         await self.while_alive(pause)
 
+    async def _forget_inputs(self) -> None:
+        """Empty a cache of processed images, if there is one: a pause empties its counterpart."""
+        if self._llm.model_config.is_multimodal_model:
+            await self._llm.renderer.clear_mm_cache_async()
+
     async def resume(self) -> None:
         if self.held:
             return
         await self.while_alive(self._llm.resume_generation())
+
+    async def switch(self, mode: PauseMode, buffer: str, version: int) -> dict[str, float]:
+        await self._forget_inputs()
+        call = self._llm.engine_core.call_utility_async(
+            SWITCH, PAUSE_MODES[mode], buffer, version, not self.held
+        )
+        return dict(await self.while_alive(call))
 
     async def load(self, paths: Sequence[Path]) -> None:
         names = [str(path) for path in paths]

@@ -10,8 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ class WorkerChannel(WorkerBuffer):
         device: where the buffer is.
         interface: on which it listens for the trainer, without GPUs.
         secret: that the trainer will know then.
+        ready: called with the tensors when they may be loaded soon.
         ended: called when it has ended.
     """
 
@@ -51,10 +51,11 @@ class WorkerChannel(WorkerBuffer):
         device: torch.device,
         interface: str,
         secret: str,
+        ready: Callable[[Mapping[str, Tensor]], None],
         ended: Callable[[], None],
     ) -> None:
         super().__init__(address, device, ended)
-        self._kind = kind
+        self._kind, self._ready = kind, ready
         self._secret, self._interface = secret, interface
         self._receiver: Receiver | None = None
         self._group: Group | None = None
@@ -99,11 +100,14 @@ class WorkerChannel(WorkerBuffer):
         self._is_seen = True
 
     def _do_verify(self) -> dict[str, Any]:
-        """What was seen while the buffer was filled, or is in it now."""
+        """Digest of what is in the buffer, and names of tensors with values that are not finite."""
         assert self._verification is not None
+        assert self.tensors is not None
         verdict = self._verification.finished() if self._is_seen else self._looked()
         self._is_seen = False
-        return asdict(verdict)
+        self._ready(self.tensors)
+        digest = checkpoint_digest(zip(self.layout.specs, verdict.hashes, strict=True))
+        return {"digest": digest, "not_finite": verdict.not_finite}
 
     def _do_spill(self, path: str) -> str:
         """Write the tensors to a safetensors file; the digest of what was written."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from rollout_server.engine import Engine
 from shared.channel import Kind, Memory, Rendezvous
 from shared.errors import Conflict, EngineFailure
+from shared.protocol import PauseMode
 from shared.weights import TensorSpec
 
 _GRACE_S = 5.0
@@ -36,6 +37,21 @@ class Workers(Protocol):
 
         Raises:
             EngineFailure: one of them raised.
+        """
+        ...
+
+    async def switch(self, mode: PauseMode, buffer: str, version: int) -> dict[str, float]:
+        """Pause, load what every worker's buffer of a name holds, stamp, and resume unless held.
+
+        Args:
+            mode: ``keep`` or ``abort``.
+            buffer, version: see above.
+
+        Returns:
+            Seconds of ``pause``, ``load`` and ``resume``, by the engine's clock.
+
+        Raises:
+            EngineFailure: a worker refused; the engine is paused, and its weights may be torn.
         """
         ...
 
@@ -162,8 +178,8 @@ class WorkerLinks:
         """
         await self._all([{"do": "receive", "seconds": seconds}] * len(self._links), seconds)
 
-    async def verify(self, seconds: float) -> tuple[list[str], list[str]]:
-        """Hash of each tensor, in order, and names of those with values that are not finite.
+    async def verify(self, seconds: float) -> tuple[str, list[str]]:
+        """Digest of the tensors, and names of those with values that are not finite.
 
         Raises:
             EngineFailure: workers differ, or one of them failed.
@@ -171,7 +187,7 @@ class WorkerLinks:
         reports = await self._all([{"do": "verify"}] * len(self._links), seconds)
         if any(report != reports[0] for report in reports):
             raise EngineFailure("the workers have received different tensors")
-        return reports[0]["hashes"], reports[0]["not_finite"]
+        return reports[0]["digest"], reports[0]["not_finite"]
 
     async def spill(self, path: Path) -> str:
         """Copy the tensors to a file; the digest of what was written.
@@ -218,6 +234,11 @@ class WorkerLinks:
         """
         assert isinstance(self.engine, Workers)
         return await self.engine.call_workers("tito_buffer_load", name=self._name)
+
+    async def switch(self, mode: PauseMode, version: int) -> dict[str, float]:
+        """Pause, load what the buffers hold, stamp, resume: see :meth:`Workers.switch`."""
+        assert isinstance(self.engine, Workers)
+        return await self.engine.switch(mode, self._name, version)
 
     def close(self) -> None:
         """Give up whatever the workers do for the buffers, and free their memory."""

@@ -22,6 +22,7 @@ from rollout_server.device_staging import DeviceStaging
 from rollout_server.holding import Holding, hold_outputs
 from rollout_server.sampled_scores import score_sampled_tokens
 from rollout_server.start_failure import keep_reason
+from rollout_server.switching import allow_switch
 from rollout_server.weight_check import Repacking, check_weights
 from rollout_server.weight_receiver import WeightReceiver
 
@@ -50,6 +51,7 @@ def prepare_process() -> None:
         hold_outputs(DecodeSteps if quick else Holding)
         if quick:
             score_sampled_tokens()
+        allow_switch()
         _mend_cpu_attention()
         _mend_cpu_lora()
         _mend_cpu_seeds()

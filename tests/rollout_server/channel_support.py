@@ -15,6 +15,7 @@ from rollout_server.device_staging import DeviceStaging
 from shared.channel import Kind
 from shared.client import RolloutClient
 from shared.errors import EngineFailure
+from shared.protocol import PauseMode
 from shared.weights import TensorSpec
 from tests.rollout_server.support import FakeEngine, Tensors, Weights, digest_of, spec_of
 from trainer.channel_pieces import Named
@@ -62,6 +63,13 @@ class ChannelEngine(FakeEngine):
             return [await asyncio.to_thread(partial(getattr(self.worker, method), **arguments))]
         except Exception as error:
             raise EngineFailure(f"the engine's workers refused: {error}") from error
+
+    async def switch(self, mode: PauseMode, buffer: str, version: int) -> dict[str, float]:
+        await self.pause(mode)
+        await self.call_workers("tito_buffer_load", name=buffer)
+        await self.stamp(version)
+        await self.resume()
+        return dict.fromkeys(("pause", "load", "resume"), 0.0)
 
 
 def specs_of(tensors: Tensors) -> list[TensorSpec]:

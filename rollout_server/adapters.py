@@ -116,17 +116,24 @@ class AdapterPublisher:
         return await self._publish(name, fill, options)
 
     def restore(self, base: str) -> None:
-        """Make the adapters known that were committed on this base before a restart."""
+        """Make the adapters known that were committed on this base before a restart.
+
+        Of each policy that is the newest intact version. Older ones, which requests still used when
+        the server went down, are removed.
+        """
         names = self._spool.policies() if self._max_rank else []
         for name in names:
             if name == DEFAULT_POLICY:
                 continue
-            for record, folder in self._spool.versions(name, base):
+            versions = iter(self._spool.versions(name, base))
+            for record, folder in versions:
                 if not self._is_intact(folder, base, record.digest):
                     continue
                 adapter = self._adapter(name, record.version, folder)
                 self._policies.add(Policy(name, record.version, record.digest, adapter=adapter))
                 break
+            for _, older in versions:
+                self._spool.discard(older)
 
     def _is_intact(self, folder: Path, base: str, digest: str) -> bool:
         try:
@@ -197,7 +204,7 @@ class AdapterPublisher:
                 with stage(publish, "upload"), staging.storage_errors():
                     announced = await fill(folder)
             except BaseException:
-                self._spool.discard(folder)
+                await asyncio.to_thread(self._spool.discard, folder)
                 raise
             return await to_its_end(self._apply(policy, publish, folder, announced, options))
 
@@ -233,7 +240,7 @@ class AdapterPublisher:
                     raise Conflict("the base weights changed during the upload")
                 return await self._go_live(policy, publish, folder, digest)
         finally:
-            self._spool.discard(folder)
+            await asyncio.to_thread(self._spool.discard, folder)
 
     async def _go_live(
         self, policy: Policy, publish: Publish, folder: Path, digest: str

@@ -171,10 +171,15 @@ class Publisher:
         return await self._from_files(files, announced, options)
 
     def make_room(self) -> tuple[Path, int]:
-        """A staging folder for :meth:`publish_folder`, and how long a header in it may be."""
+        """A staging folder for :meth:`publish_folder`, and how long a header in it may be.
+
+        Raises:
+            InsufficientStorage: there is no room for a folder.
+        """
         # Other dtypes than those served, and tied tensors, take some more.
         header = len(encode_header(self.manifest.required.values()))
-        return self._spool.stage(), 2 * header + _SPARE_HEADER_BYTES
+        with staging.storage_errors():
+            return self._spool.stage(), 2 * header + _SPARE_HEADER_BYTES
 
     async def discard(self, folder: Path) -> None:
         """Remove a staging folder that will not be published, if it is still there."""

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -1060,6 +1061,44 @@ def test_a_commit_that_fails_leaves_no_adapter_in_the_engine(
         assert engine.calls[-2:] == ["add p@1.1", "remove p@1.1"]
         assert staged_folders(tmp_path) == []
         assert publish(server.client, "p", one).version == 1
+
+
+def test_versions_that_a_crash_has_left_are_removed(
+    tiny_model: Path, tmp_path: Path, one: Lora, two: Lora
+) -> None:
+    spool = tmp_path / "spool"
+    with fake(tiny_model, tmp_path, spool_dir=spool) as (server, engine, pool):
+        publish(server.client, "p", one)
+        engine.gate.clear()
+        used = pool.submit(server.client.rollout, [[5]], group_size=1, max_tokens=2, policy="p")
+        eventually(lambda: engine.running)
+        publish(server.client, "p", two)
+        assert committed(spool, "p") == ["v00000001", "v00000002"]
+        shutil.copytree(spool, tmp_path / "crashed")  # what there is if the server dies now
+        engine.gate.set()
+        used.result(60)
+    spool = tmp_path / "crashed"
+    with fake(tiny_model, tmp_path, spool_dir=spool) as (server, _, _):
+        assert server.client.policy("p")["version"] == 2
+        assert committed(spool, "p") == ["v00000002"]
+
+
+def test_folders_are_removed_off_the_event_loop(
+    tiny_model: Path, tmp_path: Path, one: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discard, found = Spool.discard, []
+
+    def watched(spool: Spool, folder: Path) -> None:
+        with contextlib.suppress(RuntimeError):  # there is none
+            found.append(asyncio.get_running_loop())
+        discard(spool, folder)
+
+    monkeypatch.setattr(Spool, "discard", watched)
+    with fake(tiny_model, tmp_path) as (server, _, _):
+        publish(server.client, "p", one)
+        assert send(server.url, b"garbage").status_code == 400
+        assert staged_folders(tmp_path) == []
+    assert found == []
 
 
 def test_adapters_count_as_uploads(tiny_model: Path, tmp_path: Path, one: Lora) -> None:

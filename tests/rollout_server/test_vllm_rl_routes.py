@@ -6,6 +6,8 @@ On an engine in memory, but with the class that writes received tensors being th
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ import pytest
 
 from rollout_server.engine import EngineDied
 from rollout_server.settings import ServerSettings
+from rollout_server.spool import Spool
 from rollout_server.tenure import Tenure
 from rollout_server.vllm_control import UpdateInfo
 from rollout_server.weight_receiver import Spill
@@ -230,6 +233,19 @@ def assert_nothing_is_left(server: Server) -> None:
     assert server.holder is None
     eventually(lambda: not staged_folders(server.staging))
     assert server.post("/start_weight_update").status_code == 200  # another may begin
+
+
+def test_an_update_that_finds_no_room_is_not_begun(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "stage", full)
+        assert server.post("/start_weight_update").status_code == 507
+    assert server.holder is None
+    assert server.post("/start_weight_update").status_code == 200
 
 
 class TestAccess:

@@ -15,6 +15,7 @@ from rollout_server.arrivals import CANONICAL_FILE
 from rollout_server.attempts import PublishOptions, stage
 from rollout_server.checkpoints import Verified
 from rollout_server.engine import Engine, EngineDied
+from rollout_server.numbering import Numbering
 from rollout_server.policies import Policy, Publish, PublishState
 from rollout_server.spool import Spool, record_now
 from rollout_server.supervisor import Supervisor
@@ -37,6 +38,9 @@ class WeightSwitch:
         policy: whose versions they are.
         spool: where versions are committed.
         base: the engine's own checkpoint.
+
+    Attributes:
+        numbers: of its versions.
     """
 
     def __init__(
@@ -46,9 +50,9 @@ class WeightSwitch:
         self._policy = policy
         self._spool = spool
         self._base = base
+        self.numbers = Numbering(policy, spool)
         self._copies = UploadCopies()
         self._clearing: asyncio.Task[None] | None = None
-        self._ahead = 0
 
     async def apply(
         self, publish: Publish, folder: Path, verified: Verified, options: PublishOptions
@@ -66,7 +70,7 @@ class WeightSwitch:
             EngineFailure: the load failed; the message says what is live now.
         """
         # One engine from here on: if it is replaced meanwhile, this one raises EngineDied.
-        engine, version = self._supervisor.current(), self._next_number()
+        engine, version = self._supervisor.current(), self.numbers.next()
 
         async with self._copies.copied(publish, engine, verified) as copies:
 
@@ -99,8 +103,8 @@ class WeightSwitch:
         engine = self._supervisor.current()
         if engine is not links.engine:
             raise Conflict("the engine was replaced, and what it had received is gone")
-        await self.reserve()
-        version = self._next_number()
+        await self.numbers.reserve()
+        version = self.numbers.next()
         publish.state = PublishState.APPLYING
         if options.mode is PauseMode.DRAIN:  # which may have to be called off
             with stage(publish, "pause"):
@@ -122,19 +126,6 @@ class WeightSwitch:
             seconds = await links.switch(mode, version)
         for name, spent in seconds.items():
             publish.timings[name] = publish.timings.get(name, 0.0) + spent
-
-    async def reserve(self) -> None:
-        """Have on the disk that the next number is taken, before a token is labelled with it.
-
-        The file that would tell comes later. Who calls this beforehand need not wait for it then.
-        """
-        if self._ahead <= self._policy.newest_number:
-            self._ahead = await asyncio.to_thread(self._reserved)
-
-    def _reserved(self) -> int:
-        number = self._next_number()
-        self._spool.reserve(self._policy.name, number)
-        return number
 
     async def settle(self, publish: Publish, links: WorkerLinks, applying: asyncio.Lock) -> None:
         """Copy to the spool what :meth:`apply_staged` has made live, while generation goes on.
@@ -176,12 +167,6 @@ class WeightSwitch:
         await engine.pause(PauseMode.KEEP)
         await self._restored(engine, RuntimeError(reason))
         publish.reason = reason
-
-    def _next_number(self) -> int:
-        policy = self._policy
-        if self._ahead > policy.newest_number:
-            return self._ahead
-        return max(policy.newest_number, self._spool.newest_number(policy.name)) + 1
 
     async def _commit(
         self, publish: Publish, folder: Path, version: int, verified: Verified

@@ -109,7 +109,7 @@ class ChannelPublisher:
             publish.state = PublishState.STAGED
             with stage(publish, "verify"):
                 verifying = _verified(channel, seconds)
-                digest, _ = await asyncio.gather(verifying, self._switch.reserve())
+                digest, _ = await asyncio.gather(verifying, self._switch.numbers.reserve())
             publish.state, publish.digest = PublishState.VERIFIED, digest
             result = await to_its_end(self._make_live(publish, channel, digest, options))
             if durable:

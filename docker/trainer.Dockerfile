@@ -1,6 +1,7 @@
 # The trainer. Targets: cpu (default in docker-compose.yml) and gpu.
 #
 #   docker build -f docker/trainer.Dockerfile --target cpu -t tito-trainer:cpu .
+#   docker build -f docker/trainer.Dockerfile --target gpu -t tito-trainer:gpu .
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
 # ---- Dependencies: layers that change only with the lock -----------------------------------------
@@ -45,4 +46,10 @@ ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 COPY --from=build-cpu /opt/tito /opt/tito
 
 FROM runtime AS gpu
+USER root
+# Triton compiles small launchers when kernels first run.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+USER tito
 COPY --from=build-gpu /opt/tito /opt/tito

@@ -17,7 +17,7 @@ from rollout_server.auth import Authenticator
 from rollout_server.settings import settings_from_args
 from shared.client import RolloutClient
 from tests.rollout_server.support import Weights, base_weights, lazy
-from trainer.cli import build_parser
+from trainer.cli import parse_arguments
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 ADDRESS = "http://localhost:8300"
@@ -96,7 +96,7 @@ def test_commands_of_the_trainer_exist() -> None:
     found = commands(".venv/bin/python -m trainer")
     assert len(found) > 8
     for line in found:
-        build_parser().parse_known_args(line[3:])
+        parse_arguments(line[3:])
 
 
 def test_flags_of_the_server_exist(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ TOKEN_VARIABLE = "TITO_TOKEN"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = _parse(arguments)
+    args = parse_arguments(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
         return int(args.command(args, console))
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What a command line asks for; exits with a usage message if it cannot be understood."""
     parser = build_parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse gives up on positional arguments after an option, and overrides may stand anywhere.

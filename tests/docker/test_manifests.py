@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from rollout_server.settings import ServerSettings, settings_from_args
-from trainer.cli import build_parser
+from trainer.cli import parse_arguments
 
 DOCKER = Path(__file__).parents[2] / "docker"
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))
@@ -34,10 +36,15 @@ def test_a_cluster_would_not_accept_anything() -> None:
         kubernetes_validate.validate(spoilt, "1.34", strict=True)
 
 
+def with_defaults(text: str) -> str:
+    """Variables of Compose replaced by what they are if nobody sets them."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
 def containers() -> dict[str, list[str]]:
     """The arguments of every container, by its name, defaults in the place of variables."""
     found = {
-        name: service["command"]
+        name: [with_defaults(word) for word in service["command"]]
         for name, service in COMPOSE["services"].items()
         if "command" in service
     }
@@ -59,7 +66,77 @@ def test_the_server_takes_these_flags(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in containers() if not is_server(name)])
 def test_the_trainer_takes_these_arguments(name: str) -> None:
-    build_parser().parse_known_args(containers()[name])
+    parse_arguments(containers()[name])
+
+
+IMAGES = {
+    name: service for name, service in COMPOSE["services"].items() if "tito-" in service["image"]
+}
+JOB = next(item for _, item in DOCUMENTS if item["kind"] == "Job")["spec"]["template"]["spec"]
+HOME = "/home/tito"  # where the images run
+
+
+@pytest.mark.parametrize("image", ["server", "trainer"])
+def test_images_for_gpus_have_a_compiler(image: str) -> None:
+    """Triton compiles with it what starts a kernel."""
+    stage = (DOCKER / f"{image}.Dockerfile").read_text().partition("FROM runtime AS gpu\n")[2]
+    assert re.search(r"apt-get install .*\bgcc libc6-dev\b", stage)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_is_compiled_can_be_loaded(name: str) -> None:
+    """Triton and Inductor load libraries from these, and Docker forbids that unless told."""
+    mounts = dict(mount.split(":", 1) for mount in IMAGES[name]["tmpfs"])
+    assert {path for path, options in mounts.items() if "exec" in options.split(",")} == {
+        "/tmp",
+        HOME,
+    }
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_who_runs_an_image_for_gpus_gets_some(name: str) -> None:
+    image, service = IMAGES[name]["image"], IMAGES[name]
+    assert image.endswith((":cpu", ":gpu")), "an image of which nobody knows what it needs"
+    assert service["build"]["target"] == image[-3:]
+    assert ("deploy" in service) == image.endswith(":gpu")
+
+
+def default_config() -> str:
+    """The configuration that trainers on GPUs run unless they are given another."""
+    mounts = [with_defaults(volume) for volume in IMAGES["trainer-gpu"]["volumes"]]
+    (source,) = (m.split(":")[0] for m in mounts if ":/config/train.toml" in m)
+    config = (DOCKER.parent / source).read_text()
+    assert source.removeprefix("./") in (DOCKER / "kubernetes" / "trainer.yaml").read_text()
+    return config
+
+
+def mounted() -> dict[str, set[str]]:
+    """Paths in each trainer that come from outside."""
+    compose = [with_defaults(volume).split(":")[1] for volume in IMAGES["trainer-gpu"]["volumes"]]
+    (container,) = JOB["containers"]
+    job = [m["mountPath"] for m in container["volumeMounts"] if not is_empty(m["name"])]
+    return {"compose": set(compose), "kubernetes": set(job)}
+
+
+def is_empty(volume: str) -> bool:
+    """Whether a volume of the Job begins with nothing in it."""
+    return any("emptyDir" in item for item in JOB["volumes"] if item["name"] == volume)
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_the_files_that_the_default_configuration_reads_are_mounted(where: str) -> None:
+    config = tomllib.loads(default_config())
+    paths = [Path(HOME, config[part]["path"]) for part in ("data", "evaluation")]
+    for path in paths:
+        assert any(path.is_relative_to(mount) for mount in mounted()[where]), path
+
+
+@pytest.mark.parametrize("name", ["server-gpu", "Deployment"])
+def test_the_server_is_what_the_default_configuration_asks_for(name: str) -> None:
+    (asked,) = re.findall(r"#.*-m rollout_server (.*)", default_config())
+    wanted = settings_from_args(asked.split())
+    assert settings_from_args(containers()[name]).max_model_len >= wanted.max_model_len
+    assert wanted.max_model_len > ServerSettings.model_fields["max_model_len"].default
 
 
 def test_the_locks_of_the_images_are_up_to_date() -> None:

@@ -110,7 +110,7 @@ class PromptEncoder:
         return texts
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
-        """Text of ids with special tokens, to look at."""
+        """Text of ids with special tokens: to look at, and where stop strings are looked for."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 

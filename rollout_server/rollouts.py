@@ -195,7 +195,7 @@ class RolloutService:
         """Each completion, up to its stop string, and its text."""
         if begun and request.stop:
             completions = [
-                cut_at_stop(begun, made, request.stop, lambda ids: self._encoder.decode([ids])[0])
+                cut_at_stop(begun, made, request.stop, self._encoder.decode_with_special)
                 for made in completions
             ]
         texts: list[str] | list[None] = [None] * len(completions)

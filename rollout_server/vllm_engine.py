@@ -288,6 +288,8 @@ def _params(sampling: SamplingSettings, n: int) -> SamplingParams:
         flat_logprobs=True,
         # Text is decoded once, by us; the engine needs it only to look for stop strings.
         detokenize=bool(sampling.stop),
+        # A special token may be what stops.
+        skip_special_tokens=not sampling.stop,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={UNRANKED: True},
     )

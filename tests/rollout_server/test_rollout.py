@@ -227,6 +227,21 @@ def test_stop_strings_end_a_completion(
         assert len(sample.logprobs) == len(sample.completion_ids)
 
 
+def test_a_special_token_may_be_a_stop_string(
+    client: RolloutClient, base: Weights, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    make_live(client, base)
+    end = tokenizer.eos_token
+    asked: dict[str, Any] = {"group_size": 64, "max_tokens": 200, "ignore_eos": True}
+    rollout = client.rollout([CHAT], stop=[end], **asked)
+    assert stopped(rollout.samples), "none of the samples ended; the test needs another policy"
+    for sample in rollout.samples:
+        ids = sample.completion_ids.tolist()
+        assert tokenizer.eos_token_id not in ids[:-1]
+        assert (sample.finish_reason == "stop") == (ids[-1] == tokenizer.eos_token_id)
+        assert sample.text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_text_is_the_decoded_completion(
     client: RolloutClient, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -480,10 +495,12 @@ def test_a_begun_completion_is_gone_on_with(
 
 
 @pytest.mark.usefixtures("live")
+@pytest.mark.parametrize("last", ["far", "<|im_end|>"])
 def test_a_stop_string_may_begin_before_the_seam(
-    client: RolloutClient, tokenizer: PreTrainedTokenizerFast
+    client: RolloutClient, tokenizer: PreTrainedTokenizerFast, last: str
 ) -> None:
-    prompt, begun = chat_ids(tokenizer, CHAT), tokenizer.encode("so far")
+    special = "" if last == "far" else last
+    prompt, begun = chat_ids(tokenizer, CHAT), tokenizer.encode(f"so far{special}")
     prompts: list[PromptLike] = [{"token_ids": [*prompt, *begun], "completion_from": len(prompt)}]
     asked: dict[str, Any] = {"group_size": 256, "max_tokens": 3, "temperature": 2.0}
     likely = Counter(
@@ -492,15 +509,13 @@ def test_a_stop_string_may_begin_before_the_seam(
         if (first := (sample.text or "")[len("so far") :][:1]) not in ("", "\ufffd")
     )
     firsts = [first for first, _ in likely.most_common(16)]
-    stops = [f"far{first}" for first in firsts]
+    stops = [f"{last}{first}" for first in firsts]
     samples = client.rollout(prompts, stop=stops, ignore_eos=True, **asked).samples
     assert stopped(samples)
     for sample in samples:
         made = sample.completion_ids.tolist()
-        text, before = (
-            tokenizer.decode([*begun, *ids], skip_special_tokens=True) for ids in (made, made[:-1])
-        )
-        assert sample.text == text
+        text, before = (tokenizer.decode([*begun, *ids]) for ids in (made, made[:-1]))
+        assert sample.text == tokenizer.decode([*begun, *made], skip_special_tokens=True)
         ends = any(stop in text for stop in stops)
         assert (sample.finish_reason == "stop") == ends
         assert not any(stop in before for stop in stops)

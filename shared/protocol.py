@@ -227,7 +227,8 @@ class ReloadResult:
     Attributes:
         version: the number that the live policy has from now on.
         digest: digest of the weights as served (after the cast to the server's dtype).
-        timings: seconds for each stage: upload, verify, stage, pause, load, resume.
+        timings: seconds of each stage that there was: upload or transfer, verify, stage, pause,
+            load, commit, resume, copy; PROTOCOL.md says which there are when.
         durable: there is a copy of them, from which they survive the engine's death.
     """
 

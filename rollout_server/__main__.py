@@ -57,7 +57,7 @@ def main() -> None:
             http=Connection,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=settings.drain_seconds,
+            timeout_graceful_shutdown=settings.shutdown_seconds,
         )
     )
     # Before the engine loads, which takes long: what is wrong already should be heard of at once.
@@ -92,7 +92,7 @@ def _refuse_no_model(model: str) -> None:
     path = Path(model)
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.exists()
     if looks_like_path and not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "is no directory"
+        what = "has no config.json" if path.is_dir() else "is not a directory"
         _die(
             f"cannot serve the model {model}: it {what}",
             "give --model a checkpoint's directory, or the name of one on the hub",

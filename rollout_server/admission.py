@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rollout_server.auth import Caller, Quota
-from rollout_server.drain import DrainRate
 from rollout_server.quotas import Bounds, Cost, Limit, Load, overloaded, total_of
+from rollout_server.throughput import Throughput
 from shared.errors import InvalidRequest, Problem
 
 
@@ -143,7 +143,7 @@ class Admission:
         self._bounds = bounds
         self._clock = clock
         self._refused = refused
-        self._load = Load(DrainRate(clock))
+        self._load = Load(Throughput(clock))
         self._lines: dict[str, _Line] = {}
         self._virtual_time = 0.0
 
@@ -168,8 +168,9 @@ class Admission:
         most = line.quota.max_running_samples
         largest = max((cost.samples for cost in groups), default=0)
         if most is not None and largest > most:
-            problem = Problem("group_size", str(largest), f"{most}, the caller's running samples")
-            raise InvalidRequest(f"{caller.name!r} may not run such groups", problems=[problem])
+            problem = Problem("group_size", str(largest), f"up to {most}")
+            reason = "group_size exceeds this token's max_running_samples"
+            raise InvalidRequest(reason, problems=[problem])
         limits = list(self._limits(line, total_of(groups)))
         if never := [limit for limit in limits if limit.asked > limit.most]:
             problems = [limit.problem(limit.most) for limit in never]
@@ -215,7 +216,7 @@ class Admission:
 
     def _line(self, caller: Caller) -> _Line:
         if caller.name not in self._lines:
-            self._lines[caller.name] = _Line(caller, Load(DrainRate(self._clock)))
+            self._lines[caller.name] = _Line(caller, Load(Throughput(self._clock)))
         return self._lines[caller.name]
 
     def _limits(self, line: _Line, asked: Cost) -> Iterator[Limit]:

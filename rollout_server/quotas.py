@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout_server.drain import DrainRate
+from rollout_server.throughput import Throughput
 from shared.errors import Overloaded, Problem
 
 
@@ -41,7 +41,7 @@ class Bounds:
 class Load:
     """What waits and what runs, of everybody or of one caller."""
 
-    drain: DrainRate
+    throughput: Throughput
     queued_samples: int = 0
     queued_tokens: int = 0
     running_samples: int = 0
@@ -60,12 +60,12 @@ class Load:
         """A group that waited runs."""
         self.leave(cost)
         self.running_samples += cost.samples
-        self.drain.start(cost.samples)
+        self.throughput.start(cost.samples)
 
     def end(self, cost: Cost, finished: bool) -> None:
         """It runs no longer."""
         self.running_samples -= cost.samples
-        self.drain.end(cost.samples, cost.tokens, finished=finished)
+        self.throughput.end(cost.samples, cost.tokens, finished=finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class Limit:
     @classmethod
     def of_samples(cls, name: str, most: int, load: Load, asked: Cost) -> Limit:
         """A bound on samples."""
-        wait = load.drain.seconds_for_samples
+        wait = load.throughput.seconds_for_samples
         return cls(name, "samples", most, load.queued_samples, asked.samples, wait)
 
     @classmethod
     def of_tokens(cls, name: str, most: int, load: Load, asked: Cost) -> Limit:
         """A bound on tokens."""
-        wait = load.drain.seconds_for_tokens
+        wait = load.throughput.seconds_for_tokens
         return cls(name, "tokens", most, load.queued_tokens, asked.tokens, wait)
 
     @property

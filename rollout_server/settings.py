@@ -145,7 +145,7 @@ class ServerSettings(BaseSettings):
         "Seconds of silence, or of less than 16 KiB/s, that end a request with an unfinished body.",
         gt=0.0,
     )
-    drain_seconds: int = _setting(
+    shutdown_seconds: int = _setting(
         45, "Limits", "How long running requests may take to end when the server is told to.", ge=0
     )
     max_samples: int = _setting(65536, "Limits", "Samples that one request may ask for.", ge=1)

@@ -353,7 +353,7 @@ def test_a_quota_on_what_runs_leaves_the_rest_to_others() -> None:
         await settle()
         assert floor.started.count("first") == 2
         assert floor.started.count("other") == 2
-        with pytest.raises(InvalidRequest, match="'alice' may not run such groups"):
+        with pytest.raises(InvalidRequest, match="this token's max_running_samples"):
             floor.admission.check(alice, groups(1, samples=6))
 
     on_floor(WIDE, act)

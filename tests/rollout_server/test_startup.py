@@ -135,7 +135,9 @@ def refusal(*flags: str, seconds: float = 120) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(("made", "what"), [(False, "is no directory"), (True, "no config.json")])
+@pytest.mark.parametrize(
+    ("made", "what"), [(False, "is not a directory"), (True, "no config.json")]
+)
 def test_a_wrong_model_path_ends_the_process_with_two_clear_lines(
     tmp_path: Path, made: bool, what: str
 ) -> None:

@@ -10,7 +10,7 @@ _TIME_CONSTANT_S = 30.0
 _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 3600.0
 
 
-class DrainRate:
+class Throughput:
     """Samples and tokens that end per second of busy time, as an exponentially decayed mean.
 
     Time in which nothing runs does not count: an idle server is not a slow one.

@@ -175,7 +175,7 @@ def whole_number(where: str, text: str | None) -> int | None:
     """A number that came as a header or in the query, or None if it did not come.
 
     Raises:
-        InvalidRequest: it is no whole number.
+        InvalidRequest: it is not a whole number.
     """
     if text is not None and not re.fullmatch(r"[0-9]{1,18}", text):
         problem = Problem(where, repr(text[:_SHOWN_CHARS]), "a whole number")

@@ -69,7 +69,7 @@ class Leases:
         void from then on.
 
         Raises:
-            Conflict: somebody else holds it, or a publish is being loaded; ``retry_after`` says
+            Conflict: another trainer holds it, or a publish is being loaded; ``retry_after`` says
                 when to ask again, ``details`` who holds it.
             InvalidRequest: it would live too long.
         """

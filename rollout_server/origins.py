@@ -1,4 +1,4 @@
-"""Requests that a browser sends for somebody else's web page are refused.
+"""Requests that a browser sends for the web page of another site are refused.
 
 A browser asks for whatever any page wants, also of servers that only its own machine reaches. What
 changes something here needs no cookie and, on a server without tokens, nothing else either. Two

@@ -265,7 +265,7 @@ def _seam_problems(request: RolloutRequest) -> list[Problem]:
     if not any(isinstance(prompt, BegunCompletion) for prompt in request.prompts):
         return []
     return [
-        Problem(name, str(value), "0.0 where a completion is gone on with")
+        Problem(name, str(value), "0.0 where a completion is continued")
         for name in ("presence_penalty", "frequency_penalty")
         if (value := getattr(request, name))
     ]

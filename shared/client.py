@@ -277,7 +277,7 @@ class RolloutClient:
     def look(self, path: str, **query: str) -> dict[str, Any]:
         """What the server's page is told, e.g. ``look("groups", limit="3")``.
 
-        Other than everything else here it is no part of the protocol, and may change.
+        Other than everything else here it is not part of the protocol, and may change.
 
         Raises:
             NotFound: it is not there, or the server keeps nothing to look at.

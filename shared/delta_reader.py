@@ -52,7 +52,7 @@ def parse_base(data: memoryview) -> str:
     """Digest of the checkpoint that a delta changes, from its first bytes.
 
     Raises:
-        MalformedBody: it is no delta of this format.
+        MalformedBody: it is not a delta of this format.
     """
     return _open(data)[1]
 

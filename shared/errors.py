@@ -6,7 +6,7 @@
     |-- Unauthorized            401  no bearer token, or one that nobody was given
     |-- Forbidden               403  the token lacks the scope, or path or web page is not allowed
     |-- NotFound                404  no such policy or route
-    |-- Conflict                409  somebody else is writing, or the base is not the live version
+    |-- Conflict                409  another trainer holds the lease, or another version is live
     |-- PreconditionFailed      412  the live policy is not the one asked for
     |-- BodyTooLarge            413
     |-- UnsupportedMediaType    415
@@ -123,7 +123,7 @@ class NotFound(TitoError):
 
 
 class Conflict(TitoError):
-    """Somebody else writes this policy, or a delta is against other weights than the live ones.
+    """Another trainer holds the lease, or a delta is against other weights than the live ones.
 
     ``details`` may have ``holder``, ``fence`` and ``seconds_left`` of the lease.
     """

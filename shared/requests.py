@@ -52,7 +52,7 @@ _WholeNumber = Annotated[int, Field(strict=True)]
 
 
 class BegunCompletion(BaseModel):
-    """A prompt as token ids, the last of which are a completion that is to be gone on with.
+    """A prompt as token ids, the last of which are a completion that is to be continued.
 
     Text is decoded, and stop strings are looked for, over the whole completion.
     """
@@ -303,7 +303,7 @@ class LeaseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     holder: str | None = Field(
-        None, min_length=1, max_length=128, description="Who writes; the server thinks of a name."
+        None, min_length=1, max_length=128, description="Who writes; the server chooses a name."
     )
     ttl_seconds: float = Field(30.0, gt=0.0, description="Life without a heartbeat.")
 

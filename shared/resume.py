@@ -44,7 +44,7 @@ class Resumption:
         settings: of the rollout. Its deadline counts from now.
 
     Raises:
-        InvalidRequest: with these settings no sample can be gone on with.
+        InvalidRequest: with these settings no sample can be continued.
     """
 
     def __init__(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Resumption:
             if settings.get(name, only) != only
         ]
         if problems:
-            raise InvalidRequest("aborted samples could not be gone on with", problems=problems)
+            raise InvalidRequest("aborted samples could not be continued", problems=problems)
 
     def of(self, rollout: Rollout) -> list[Continuation]:
         """The requests that finish a rollout's aborted samples; empty when there are none.

@@ -119,7 +119,8 @@ async def delete(request: Request, name: str, caller: PolicyWriter) -> Response:
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(POLICY_NAME, name):
-        raise InvalidRequest("no name of a policy", problems=[Problem("name", name, POLICY_NAME)])
+        problem = Problem("name", name, POLICY_NAME)
+        raise InvalidRequest("not a valid policy name", problems=[problem])
 
 
 def described(policy: Policy, leases: Leases) -> dict[str, Any]:

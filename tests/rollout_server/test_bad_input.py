@@ -240,7 +240,7 @@ def test_one_bad_prompt_is_named_by_its_index(server_url: str, prompt: Any, wher
 def test_a_penalty_that_would_leave_out_what_was_begun(server_url: str, penalty: str) -> None:
     begun = {"token_ids": [5, 6], "completion_from": 1}
     asked = body(prompts=["x", begun], purpose="eval", **{penalty: 0.5})
-    assert "gone on with" in problem_of(post(server_url, asked), penalty)["allowed"]
+    assert "is continued" in problem_of(post(server_url, asked), penalty)["allowed"]
 
 
 def test_an_id_outside_the_vocabulary_says_what_is_inside(server_url: str) -> None:

@@ -457,7 +457,7 @@ BAD_CONFIGS: dict[str, Spoil] = {
     "whole modules": lambda x: x.with_config(modules_to_save=["lm_head"]),
     "no alpha": lambda x: x.without("lora_alpha"),
     "alpha in words": lambda x: x.with_config(lora_alpha="8"),
-    "alpha that is no number": lambda x: x.with_config(lora_alpha=math.nan),
+    "alpha that is not a number": lambda x: x.with_config(lora_alpha=math.nan),
     "endless alpha": lambda x: x.with_config(lora_alpha=math.inf),
     "alpha null": lambda x: x.with_config(lora_alpha=None),
     "no targets": lambda x: x.without("target_modules"),

@@ -1,4 +1,4 @@
-"""What a browser sends for somebody else's page is refused; what people and tools send is not."""
+"""What a browser sends for another site's page is refused; what people and tools send is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples cut off at every place and gone on with: the whole is what it would have been uncut.
+"""Samples cut off at every place and continued: the whole is what it would have been uncut.
 
 The engine is a script that says one text, and is aborted where the test wants it to be.
 """

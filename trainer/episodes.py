@@ -6,8 +6,9 @@
 
 An episode is one list of token ids that only grows. What the policy sampled is appended as the ids
 that it sampled. What the tool says is new text, so it is encoded, once and by itself, and its ids
-are appended behind. The whole is the prompt of the next turn, as ids; nothing that was decoded is
-ever encoded again. Tokens of the tool bear no loss: the batch's ``completion_mask`` is false there.
+are appended behind; before them the end of the turn, where the policy has not sampled one. The
+whole is the prompt of the next turn, as ids; nothing that was decoded is ever encoded again. Tokens
+that the policy has not sampled bear no loss: the batch's ``completion_mask`` is false there.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Episode(Sample):
 Tool = Callable[[Episode], str | None]
 """What the policy is answered; None ends the episode."""
 
-Wrap = Callable[[str], list[int]]
-"""Token ids of a tool's answer, with all that stands between it and the policy's next turn."""
+Wrap = Callable[[Sequence[int], str], list[int]]
+"""From an episode's ids and a tool's answer to the ids that follow: all that stands between two
+turns of the policy, the end of the first among them if the policy has not sampled it."""
 
 
 def chat_turn(tokenizer: Any, role: str = "user") -> Wrap:
@@ -69,7 +71,7 @@ def chat_turn(tokenizer: Any, role: str = "user") -> Wrap:
         role: of the message, e.g. ``tool``.
     """
 
-    def wrap(answer: str) -> list[int]:
+    def wrap(ids: Sequence[int], answer: str) -> list[int]:
         said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         options: dict[str, Any] = {"tokenize": False}
         before = tokenizer.apply_chat_template(said, **options)
@@ -81,9 +83,12 @@ def chat_turn(tokenizer: Any, role: str = "user") -> Wrap:
         if end < 0 or not after.startswith(before.rstrip()):
             raise ValueError("turns of this chat template are not ended by the stop token, or are "
                              "rewritten by later ones, so ids cannot be appended")  # fmt: skip
-        # The policy itself has sampled the stop token; the template's words behind it follow.
-        between = after[end + len(tokenizer.eos_token) :]
-        return list(tokenizer.encode(between, add_special_tokens=False))
+        between = list(
+            tokenizer.encode(after[end + len(tokenizer.eos_token) :], add_special_tokens=False)
+        )
+        # The policy itself has sampled the stop token, unless a stop string ended its turn.
+        stop = int(tokenizer.eos_token_id)
+        return between if ids[-1] == stop else [stop, *between]
 
     return wrap
 
@@ -100,6 +105,9 @@ def play(
 ) -> list[Group]:
     """Groups of episodes, one group for each prompt.
 
+    An episode that has no room in the context for what it is answered ends with its last turn, as
+    ``length``.
+
     Args:
         client: of the server that samples.
         prompts: as :meth:`RolloutClient.rollout` takes them.
@@ -109,12 +117,19 @@ def play(
         group_size: episodes of each prompt.
         settings: of every turn, e.g. ``max_tokens``, ``temperature``.
     """
+    # A prompt must leave room for a token.
+    longest = client.info().limits["max_model_len"] - 1
     first = client.rollout(prompts, group_size=group_size, **settings)
     episodes = [_begin(sample) for sample in first.samples]
     active = list(range(len(episodes)))
     for _ in range(turns - 1):
-        asked = {index: _answered(episodes[index], tool, wrap) for index in active}
-        going_on = {index: episode for index, episode in asked.items() if episode is not None}
+        going_on: dict[int, Episode] = {}
+        for index in active:
+            answered = _answered(episodes[index], tool, wrap)
+            if answered is not None and len(answered.ids) > longest:
+                episodes[index] = replace(episodes[index], finish_reason="length")
+            elif answered is not None:
+                going_on[index] = answered
         if not going_on:
             break
         # Contexts differ from here on, so each is a prompt of its own.
@@ -139,7 +154,7 @@ def _answered(episode: Episode, tool: Tool, wrap: Wrap) -> Episode | None:
     """The episode with what the tool says behind it, or None if it is over."""
     if episode.finish_reason != "stop" or (answer := tool(episode)) is None:
         return None
-    ids = np.array(wrap(answer), np.int32)
+    ids = np.array(wrap(episode.ids, answer), np.int32)
     return replace(
         episode,
         completion_ids=np.concatenate([episode.completion_ids, ids]),

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
+from tests.trainer.fake_servers import fake_servers
 from trainer.batch import collate
 from trainer.episodes import Episode, chat_turn, play
 
@@ -30,8 +32,11 @@ def test_a_message_is_rendered_as_the_template_would(tokenizer: Any) -> None:
     ]
     whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     first = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
-    turn = [*tokenizer.encode("18", add_special_tokens=False), tokenizer.eos_token_id]
-    assert [*first, *turn, *chat_turn(tokenizer)("no, try again")] == whole
+    turn, wrap = tokenizer.encode("18", add_special_tokens=False), chat_turn(tokenizer)
+    stopped = [*turn, tokenizer.eos_token_id]
+    assert [*first, *stopped, *wrap(stopped, "no, try again")] == whole
+    # A turn that a stop string ended lacks the stop token, and the next must not see that.
+    assert [*first, *turn, *wrap(turn, "no, try again")] == whole
 
 
 def test_a_template_to_which_nothing_can_be_appended() -> None:
@@ -42,7 +47,7 @@ def test_a_template_to_which_nothing_can_be_appended() -> None:
             return f"{len(chat)} turns: y<|im_end|>"
 
     with pytest.raises(ValueError, match="cannot be appended"):
-        chat_turn(Rewriting())("no")
+        chat_turn(Rewriting())([5], "no")
 
 
 def test_every_turn_stands_on_the_ids_before_it(
@@ -70,16 +75,40 @@ def test_every_turn_stands_on_the_ids_before_it(
     episodes = [sample for sample in samples if isinstance(sample, Episode)]
     assert len(episodes) == len(samples) == 6
     assert max(len(episode.turns) for episode in episodes) == 3, "no episode had three turns"
-    between = wrap("no, try again")
+    between = wrap([tokenizer.eos_token_id], "no, try again")
     for episode in episodes:
-        check_parts(episode, between)
+        check_parts(episode, between, tokenizer.eos_token_id)
         check_batch(episode, tiny_model)
     # What the tool saw is what the episode became: nothing before it was changed.
     for seen in asked:
         assert any(episode.ids[: len(seen.ids)] == seen.ids for episode in episodes)
 
 
-def check_parts(episode: Any, between: list[int]) -> None:
+def test_an_episode_that_outgrows_the_context_ends_and_the_others_go_on(
+    tokenizer: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    longest = ServerSettings(model="m").max_model_len
+
+    def tool(episode: Episode) -> str:
+        return "no " * (longest if episode.group_id == 0 else 1)
+
+    wrap, settings = chat_turn(tokenizer), {"turns": 3, "group_size": 2, "max_tokens": 8}
+    with (
+        fake_servers(tiny_model, tmp_path, 1) as (server,),
+        RolloutClient(server.url) as client,
+    ):
+        client.reset()  # the fake engine's tokens are of version 1
+        grown, others = play(client, PROMPTS, tool, wrap=wrap, **settings)
+    for episode in grown.samples:
+        assert isinstance(episode, Episode)
+        assert (len(episode.turns), episode.finish_reason) == (1, "length")
+        assert episode.sampled.all(), "an answer that nobody took up is no part of it"
+    for episode in others.samples:
+        assert isinstance(episode, Episode)
+        assert (len(episode.turns), episode.finish_reason) == (3, "stop")
+
+
+def check_parts(episode: Any, between: list[int], stop: int) -> None:
     """The policy's turns and the tool's answers alternate, and are masked and labelled so."""
     ids, sampled = episode.completion_ids, episode.sampled
     assert len(ids) == len(sampled) == len(episode.logprobs)
@@ -89,7 +118,8 @@ def check_parts(episode: Any, between: list[int]) -> None:
     answers = [part for part in parts if not sampled[part[0]]]
     assert len(answers) == len(episode.turns) - 1
     for part in answers:
-        assert ids[part].tolist() == between
+        ended = ids[part[0] - 1] == stop
+        assert ids[part].tolist() == (between if ended else [stop, *between])
         assert not episode.logprobs[part].any()
     covered = np.zeros(len(ids), bool)
     for span in episode.spans:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
 from shared.protocol import Rollout, Sample
+from tests.trainer.fake_servers import fake_servers
 from trainer.config import Config
 from trainer.errors import CheckpointError
 from trainer.exam import (
@@ -20,7 +23,9 @@ from trainer.exam import (
     judge,
     strict_judge,
 )
+from trainer.policy import load_policy
 from trainer.prompts import Task, held_out_tasks
+from trainer.publish import publish
 from trainer.rewards import Failed, Outcome, Score, open_reward
 
 HASHES = r"#### (.*)"
@@ -123,3 +128,62 @@ def test_checkpoints_are_examined_and_the_server_gets_its_own_back(
             assert way["pass@1"].value <= way["pass@2"].value <= way["pass@4"].value
         assert exam.table["strict"]["pass@4"].value <= exam.table["form only"]["pass@4"].value
     assert client.info().digest == own
+
+
+@pytest.fixture
+def fake(untrained_model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
+    with (
+        fake_servers(untrained_model, tmp_path / "staging", 1) as (server,),
+        RolloutClient(server.url) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def trained(untrained_model: Path) -> Any:
+    model = load_policy(str(untrained_model))
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").add_(0.125)
+    return model
+
+
+def examined(client: RolloutClient, config: Config, checkpoints: list[str]) -> list[str]:
+    with open_reward(config.reward) as reward:
+        tasks = held_out_tasks(config)
+        exams = examine_checkpoints(client, config, tasks, reward, checkpoints=checkpoints)
+        return [exam.name for exam in exams]
+
+
+def test_a_run_gets_back_what_it_had_published(
+    fake: RolloutClient,
+    trained: Any,
+    untrained_model: Path,
+    tmp_path: Path,
+    make_config: Callable[..., Any],
+) -> None:
+    """As it is after a run: its last weights are served, and kept in its last checkpoint."""
+    config = make_config(
+        model={"path": str(untrained_model)},
+        evaluation={"prompts": 2, "max_tokens": 4},
+        train={"output": str(tmp_path / "run")},
+    )
+    latest = tmp_path / "run" / "checkpoints" / "step-000007" / "model"
+    trained.save_pretrained(latest)
+    AutoTokenizer.from_pretrained(untrained_model).save_pretrained(latest)
+    with fake.lease() as lease:
+        live = publish(fake, trained, torch.bfloat16, fence=lease.fence)
+    for checkpoints in (["base", "latest"], ["latest", "base"], ["base"]):
+        assert examined(fake, config, checkpoints) == checkpoints
+        assert fake.info().digest == live.digest
+        assert fake.info().version > live.version
+
+
+def test_weights_that_could_not_be_given_back_are_left_alone(
+    fake: RolloutClient, trained: Any, untrained_model: Path, make_config: Callable[..., Any]
+) -> None:
+    config = make_config(model={"path": str(untrained_model)}, evaluation={"prompts": 2})
+    with fake.lease() as lease:
+        live = publish(fake, trained, torch.bfloat16, fence=lease.fence)
+    with pytest.raises(CheckpointError, match="could not get them back"):
+        examined(fake, config, ["base"])
+    assert (fake.info().version, fake.info().digest) == (live.version, live.digest)

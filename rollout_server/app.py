@@ -64,22 +64,14 @@ def create_app(
         RecentGroups(settings.viewer_groups, settings.viewer_mib << 20) if settings.viewer else None
     )
     startup = Startup(settings, build_engine, metrics, recent)
-
     channels = Channels(startup, leases, settings.channel_seconds)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        starting = asyncio.create_task(_start(startup, on_startup_failure))
-        yield
-        starting.cancel()  # nobody waits for an engine that is still loading
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        channels.close()
-        await startup.close()
-
-    # FastAPI's pages about the API would run scripts from elsewhere beside the viewer's token.
     app = FastAPI(
-        title="Tito rollout server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Tito rollout server",
+        version="1",
+        lifespan=_lifespan(startup, channels, on_startup_failure),
+        # FastAPI's pages about the API would run scripts from elsewhere beside the viewer's token.
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.startup = startup
     app.state.metrics = metrics
@@ -91,6 +83,34 @@ def create_app(
     app.add_middleware(TracedRequests)
     app.add_middleware(_RequestMetrics, metrics=metrics)
     app.add_middleware(NamedRequests)
+    _add_routes(app, settings, startup, leases, recent)
+    _add_error_handlers(app)
+    return app
+
+
+def _lifespan(
+    startup: Startup, channels: Channels, on_failure: Callable[[Exception], None] | None
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.create_task(_start(startup, on_failure))
+        yield
+        starting.cancel()  # nobody waits for an engine that is still loading
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        channels.close()
+        await startup.close()
+
+    return lifespan
+
+
+def _add_routes(
+    app: FastAPI,
+    settings: ServerSettings,
+    startup: Startup,
+    leases: Leases,
+    recent: RecentGroups | None,
+) -> None:
     for module in (rollout, score, reload, policies, channel_routes, status):
         app.include_router(module.router)
     if settings.rl_routes:
@@ -103,8 +123,6 @@ def create_app(
     if recent is not None:
         app.state.recent = recent
         app.include_router(viewer.router)
-    _add_error_handlers(app)
-    return app
 
 
 async def _start(startup: Startup, on_failure: Callable[[Exception], None] | None) -> None:

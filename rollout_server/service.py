@@ -168,39 +168,14 @@ class Startup:
     def _assemble(self, spool: Spool) -> Service:
         settings, supervisor = self._settings, self._supervisor
         folder, config, tokenizer = _model_parts(settings.model)
+        manifest, base = _base(folder, config, settings)
+        policies = Policies(_committed(spool, base))
+        publisher, adapters = self._publishers(spool, policies, manifest, base)
+        adapters.restore(policies.default.digest)
         encoder = PromptEncoder(
             tokenizer, vocab_size=supervisor.vocab_size, max_model_len=settings.max_model_len
         )
-        manifest, base = _base(folder, config, settings)
-        policies = Policies(_committed(spool, base))
-        applying, slots = asyncio.Lock(), UploadSlots(settings.max_uploads)
-        limits = UploadLimits(settings.reload_dirs, settings.max_upload_bytes, settings.max_uploads)
-        publisher = Publisher(
-            supervisor,
-            policies,
-            manifest,
-            spool,
-            base=base,
-            limits=limits,
-            slots=slots,
-            applying=applying,
-            ended=self._metrics.observe_publish,
-        )
-        adapters = AdapterPublisher(
-            supervisor,
-            policies,
-            manifest,
-            spool,
-            max_rank=settings.max_lora_rank if settings.max_loras else 0,
-            limits=limits,
-            slots=slots,
-            applying=applying,
-            ended=self._metrics.observe_publish,
-        )
-        adapters.restore(policies.default.digest)
-        admission = Admission(settings.bounds, refused=self._metrics.observe_refusal)
-        if self._recent is not None:
-            self._recent.queued = lambda: admission.queued.samples
+        admission = self._admission()
         rollouts = RolloutService(
             supervisor,
             encoder,
@@ -210,25 +185,64 @@ class Startup:
             max_model_len=settings.max_model_len,
             max_samples=settings.max_samples,
         )
+        scores = ScoreService(supervisor, adapters, admission, max_model_len=settings.max_model_len)
+        return Service(
+            settings=settings,
+            supervisor=supervisor,
+            encoder=encoder,
+            policies=policies,
+            publisher=publisher,
+            adapters=adapters,
+            admission=admission,
+            rollouts=rollouts,
+            jobs=self._jobs(rollouts, policies),
+            scores=scores,
+            max_sleep_level=max_sleep_level(supervisor.current()) if settings.rl_routes else 0,
+        )
+
+    def _publishers(
+        self, spool: Spool, policies: Policies, manifest: Manifest, base: Verified
+    ) -> tuple[Publisher, AdapterPublisher]:
+        """Of full weights and of adapters, which share their limits and load one at a time."""
+        settings, ended = self._settings, self._metrics.observe_publish
+        limits = UploadLimits(settings.reload_dirs, settings.max_upload_bytes, settings.max_uploads)
+        slots, applying = UploadSlots(settings.max_uploads), asyncio.Lock()
+        publisher = Publisher(
+            self._supervisor,
+            policies,
+            manifest,
+            spool,
+            base=base,
+            limits=limits,
+            slots=slots,
+            applying=applying,
+            ended=ended,
+        )
+        adapters = AdapterPublisher(
+            self._supervisor,
+            policies,
+            manifest,
+            spool,
+            max_rank=settings.max_lora_rank if settings.max_loras else 0,
+            limits=limits,
+            slots=slots,
+            applying=applying,
+            ended=ended,
+        )
+        return publisher, adapters
+
+    def _admission(self) -> Admission:
+        admission = Admission(self._settings.bounds, refused=self._metrics.observe_refusal)
+        if self._recent is not None:
+            self._recent.queued = lambda: admission.queued.samples
+        return admission
+
+    def _jobs(self, rollouts: RolloutService, policies: Policies) -> Jobs:
+        settings, observe = self._settings, self._metrics.observe_group
         retention = Retention(
             settings.grace_seconds, settings.kept_seconds, settings.kept_mib << 20
         )
-        observe = self._metrics.observe_group
-        jobs = Jobs(rollouts, policies, retention=retention, observe=observe, recent=self._recent)
-        scores = ScoreService(supervisor, adapters, admission, max_model_len=settings.max_model_len)
-        return Service(
-            settings,
-            supervisor,
-            encoder,
-            policies,
-            publisher,
-            adapters,
-            admission,
-            rollouts,
-            jobs,
-            scores,
-            max_sleep_level(supervisor.current()) if settings.rl_routes else 0,
-        )
+        return Jobs(rollouts, policies, retention=retention, observe=observe, recent=self._recent)
 
 
 def _model_parts(model: str) -> tuple[Path, Any, Any]:

@@ -18,8 +18,11 @@ from shared.codec import decode, encode, rollout_from_wire, rollout_to_wire
 from shared.errors import TitoError
 from shared.protocol import MSGPACK, Rollout
 from trainer.errors import DataError
+from trainer.files import step_path, step_paths
 from trainer.ledger import Fate
 from trainer.rewards import Failed, Outcome, Score, TimedOut
+
+_ENDING = ".msgpack"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class SavedBatch:
 
 def batch_path(directory: Path, step: int) -> Path:
     """Where the batch of ``step`` is kept."""
-    return directory / f"step-{step:06d}.msgpack"
+    return step_path(directory, step, _ENDING)
 
 
 def save_batch(
@@ -64,8 +67,20 @@ def save_batch(
     unfinished = target.with_suffix(".unfinished")
     unfinished.write_bytes(encode(document, MSGPACK))
     os.replace(unfinished, target)
-    for old in sorted(directory.glob("step-*.msgpack"))[:-keep]:
+    for old in list(step_paths(directory, _ENDING).values())[:-keep]:
         old.unlink()
+
+
+def forget_later_batches(directory: Path, last_step: int) -> None:
+    """Delete the batches after ``last_step``: of steps that were lost and will be made again."""
+    for step, path in step_paths(directory, _ENDING).items():
+        if step > last_step:
+            path.unlink()
+
+
+def kept_steps(directory: Path) -> list[int]:
+    """The steps whose batches are kept, in order."""
+    return list(step_paths(directory, _ENDING))
 
 
 def load_batch(directory: Path, step: int) -> SavedBatch:
@@ -76,7 +91,7 @@ def load_batch(directory: Path, step: int) -> SavedBatch:
     """
     path = batch_path(directory, step)
     if not path.exists():
-        kept = [int(p.stem.removeprefix("step-")) for p in sorted(directory.glob("step-*.msgpack"))]
+        kept = kept_steps(directory)
         have = f"steps {kept[0]} to {kept[-1]} are" if kept else "none is"
         raise DataError(f"the batch of step {step} is not kept under {directory}: {have}; "
                         f"train.keep_batches says how many")  # fmt: skip

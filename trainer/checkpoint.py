@@ -31,11 +31,10 @@ from shared.codec import decode, encode
 from shared.errors import TitoError
 from shared.protocol import MSGPACK
 from trainer.errors import CheckpointError
-from trainer.files import flush
+from trainer.files import flush, step_path, step_paths
 from trainer.masters import has_masters
 from trainer.sharding import spread_optimizer, whole_model, whole_optimizer
 
-_PREFIX = "step-"
 _UNFINISHED = ".unfinished-"
 _QUEUE = "queue.msgpack"
 _SET_ASIDE = "move that checkpoint away: --resume then goes on from the one before it"
@@ -80,7 +79,7 @@ def save_checkpoint(
         model, tokenizer: have ``save_pretrained``.
         queue: see :meth:`trainer.sampler.Sampler.queued`.
     """
-    target = root / f"{_PREFIX}{reached.step:06d}"
+    target = step_path(root, reached.step)
     if target.exists():
         return target
     unfinished = root / f"{_UNFINISHED}{target.name}"
@@ -216,7 +215,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(root.glob(f"{_PREFIX}*"), key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return list(step_paths(root).values())
 
 
 def _clean(root: Path) -> None:

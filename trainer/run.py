@@ -17,8 +17,10 @@ from rich.console import Console
 
 from shared.client import RolloutClient
 from trainer import evaluate
+from trainer.batches import forget_later_batches
 from trainer.checkpoint import (
     RunState,
+    checkpoints,
     latest_checkpoint,
     read_queue,
     read_state,
@@ -153,6 +155,7 @@ def open_run(
     replace_text(output / "config.toml", to_toml(config))
     (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
     resumed_step = began.step if checkpoint else -1
+    forget_later_batches(output / "batches", resumed_step)
     with ExitStack() as stack:
         stack.enter_context(reward)
         trackers = stack.enter_context(open_trackers(config, resumed_step))
@@ -228,12 +231,12 @@ def _holder(output: Path) -> str:
     return f"{socket.gethostname()}:{output.absolute()}"[-128:]
 
 
-def _starting_point(checkpoints: Path, *, resume: bool) -> Path | None:
+def _starting_point(root: Path, *, resume: bool) -> Path | None:
     if resume:
-        return latest_checkpoint(checkpoints)
-    if any(checkpoints.glob("step-*")):
+        return latest_checkpoint(root)
+    if checkpoints(root):
         raise ConfigError(
-            f"{checkpoints} holds those of another run",
+            f"{root} holds those of another run",
             advice="--resume goes on with it, another train.output starts a new one",
         )
     return None

@@ -202,6 +202,18 @@ def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path, config: Config)
     assert (path / "trainer.pt").stat().st_mtime_ns == written
 
 
+def test_one_that_was_moved_aside_is_none_of_them(tmp_path: Path, config: Config) -> None:
+    """As the message of a damaged one advises; any name will do."""
+    learner = build_learner(config, None)
+    bad, good = save(tmp_path, learner, step=40), tmp_path / "step-000020"
+    bad.rename(tmp_path / "step-000040.broken")
+    (tmp_path / "step-old").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        latest_checkpoint(tmp_path)
+    assert save(tmp_path, learner, step=20) == good
+    assert latest_checkpoint(tmp_path) == good
+
+
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         latest_checkpoint(tmp_path / "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from rich.console import Console
 
 from shared.protocol import Rollout, Sample
 from tests.trainer.fake_servers import FakeServer, fake_servers
-from trainer.batches import batch_path, load_batch, save_batch
+from trainer.batches import (
+    batch_path,
+    forget_later_batches,
+    kept_steps,
+    load_batch,
+    save_batch,
+)
 from trainer.config import Config
 from trainer.curve import read_records
 from trainer.errors import DataError
@@ -147,3 +154,36 @@ def test_old_batches_go_and_none_are_kept_if_none_are_wanted(
     assert names == ["step-000010.msgpack", "step-000011.msgpack"]
     save_batch(tmp_path / "none", step=1, rollout=rollout, outcomes=[], fates=[], keep=0)
     assert not (tmp_path / "none").exists()
+
+
+def test_batches_of_a_lost_timeline_do_not_push_out_the_new_ones(
+    tmp_path: Path, make_sample: Callable[..., Sample], make_rollout: Callable[..., Rollout]
+) -> None:
+    def save(step: int) -> None:
+        save_batch(
+            tmp_path,
+            step=step,
+            rollout=make_rollout([[make_sample()]]),
+            outcomes=[[Score(1.0)]],
+            fates=[[Fate.TRAINED]],
+            keep=2,
+        )
+
+    for step in (18, 19):
+        save(step)
+    (tmp_path / "step-000019.msgpack.bad").touch()
+    forget_later_batches(tmp_path, 10)
+    assert kept_steps(tmp_path) == []
+    save(11)
+    assert kept_steps(tmp_path) == [11]
+    assert (tmp_path / "step-000019.msgpack.bad").exists()
+
+
+def test_resuming_forgets_the_batches_of_lost_steps(config_of: Callable[..., Config]) -> None:
+    config = config_of()
+    train(config)
+    output = Path(config.train.output)
+    shutil.rmtree(output / "checkpoints" / "step-000005")
+    assert kept_steps(output / "batches") == [1, 2, 3, 4, 5]
+    train(config_of(train={"steps": 4}), resume=True)
+    assert kept_steps(output / "batches") == [1, 2, 3, 4]

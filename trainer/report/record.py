@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.batches import SavedBatch, load_batch
+from trainer.batches import SavedBatch, kept_steps, load_batch
 from trainer.checkpoint import latest_checkpoint
 from trainer.curve import read_records
 from trainer.errors import CheckpointError, DataError
@@ -62,7 +62,6 @@ def read_run(path: Path) -> RunRecord:
         raise DataError(
             f"{path} holds no run: there is no metrics.jsonl; give a run's train.output"
         )
-    steps = sorted((path / "batches").glob("step-*.msgpack"))
     record = RunRecord(
         path=path,
         metrics=_lines(path / "metrics.jsonl"),
@@ -70,7 +69,7 @@ def read_run(path: Path) -> RunRecord:
         evaluations=_lines(path / "evaluation.jsonl"),
         config=_text(path / "config.toml"),
         objective=_text(path / "objective.txt"),
-        saved_steps=[int(step.stem.removeprefix("step-")) for step in steps],
+        saved_steps=kept_steps(path / "batches"),
     )
     if not record.metrics:
         raise DataError(f"{path} holds a run without a finished step")

@@ -63,7 +63,7 @@ def estimate(model: PreTrainedModel, config: Config) -> Memory:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     updating = 16 if config.model.keeps_masters() else 3 * item
-    copies = 2 if config.objective.resolve(config.rollout.max_tokens).beta > 0 else 1
+    copies = 2 if config.resolved_objective().beta > 0 else 1
     tokens = config.train.micro_batch_tokens
     kept = kept_of_a_token(model) or _kept(
         config.model.activation_checkpointing,

@@ -253,6 +253,19 @@ def test_truncation(
     assert findings.find_truncation(rollout).verdict == verdict
 
 
+def test_memory_with_rewards_that_are_normalised_apart(
+    make_config: Callable[..., Config], untrained_model: Path
+) -> None:
+    """What the loss is can only be said together with the rewards."""
+    config = make_config(
+        model={"path": str(untrained_model)},
+        reward={"functions": [{"function": "exact"}, {"function": "numeric"}]},
+        objective={"normalise": "each"},
+    )
+    model = load_policy(config.model.path)
+    assert estimate(model, config).total == estimate(model, make_config()).total
+
+
 def test_memory_grows_with_what_is_asked(config_of: Callable[..., Config]) -> None:
     config = config_of()
     model = load_policy(config.model.path)

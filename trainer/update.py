@@ -39,7 +39,7 @@ class Update:
     Attributes:
         updates: 0 when nothing was worth training on; every other figure is then NaN or 0.
         skipped: updates left out because their gradient did not fit into float16. The other figures
-            but the gradient's norm are of these too.
+            but the gradient's norm and the learning rate are of these too.
         loss_scale: that the next loss is multiplied by; NaN when the model computes in another
             precision than float16.
         loss_tokens: tokens that bore loss, counted from the batch's mask; 0 without an update.
@@ -52,7 +52,7 @@ class Update:
             gradient in one update. They count in the denominator.
         masked_by_length: their share by the length of their sample, such as ``65-128``.
         gradient_norm: before clipping.
-        learning_rate: of the last update.
+        learning_rate: that the last update was made with.
     """
 
     updates: int = 0
@@ -168,8 +168,9 @@ def learn_share(learner: Learner, share: Share, config: Config) -> Update:
             )
             torch.autograd.backward(learner.scaler.scale(loss))
             tally.add(sums, _kl_from_sampler(part, logprobs))
+        rate = learner.optimizer.param_groups[0]["lr"]  # the scheduler sets that of the next update
         norm = _step_optimizer(learner, config.optimizer.max_gradient_norm, tally.loss)
-        tally.norms.append(norm)
+        tally.stepped(norm, rate)
     return tally.summary(learner)
 
 
@@ -261,7 +262,9 @@ class _Tally:
     def __init__(self) -> None:
         self.sums: LossSums | None = None
         self.drift = torch.tensor(0.0)
+        self.passes = 0
         self.norms: list[float] = []
+        self.learning_rate = math.nan
 
     @property
     def loss(self) -> Tensor:
@@ -273,11 +276,18 @@ class _Tally:
         self.sums = sums if self.sums is None else self.sums + sums
         self.drift = self.drift + drift
 
+    def stepped(self, norm: float, learning_rate: float) -> None:
+        """A pass is over. It has made an update if the gradient's norm is finite."""
+        self.passes += 1
+        if math.isfinite(norm):
+            self.norms.append(norm)
+            self.learning_rate = learning_rate
+
     def summary(self, learner: Learner) -> Update:
         assert self.sums is not None
         sums = over_ranks(self.sums, learner.ranks)
-        means, passes, scaler = sums.metrics(), len(self.norms), learner.scaler
-        made = [norm for norm in self.norms if math.isfinite(norm)]
+        means, passes, scaler = sums.metrics(), self.passes, learner.scaler
+        made = self.norms
         return Update(
             updates=len(made),
             skipped=passes - len(made),
@@ -291,5 +301,5 @@ class _Tally:
             masked_tokens=int(sums.dropped) // passes if made else 0,
             masked_by_length=sums.dropped_shares(),
             gradient_norm=sum(made) / len(made) if made else math.nan,
-            learning_rate=learner.optimizer.param_groups[0]["lr"],
+            learning_rate=self.learning_rate,
         )

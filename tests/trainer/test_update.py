@@ -245,6 +245,21 @@ def test_long_gradients_are_clipped(setup: Setup, rollout: Rollout) -> None:
     assert seen[0] == pytest.approx(1e-4, rel=1e-3)
 
 
+def test_the_learning_rate_is_that_of_the_last_update(setup: Setup, rollout: Rollout) -> None:
+    learner, config = setup(
+        optimizer={"lr": 1e-3, "warmup_updates": 4}, train={"updates_per_rollout": 2}
+    )
+    used: list[float] = []
+    learner.optimizer.register_step_pre_hook(lambda *_: used.append(_rate(learner)))
+    update = learn(learner, chosen(rollout, learner), config)
+    assert used == [0.25e-3, 0.5e-3]
+    assert update.learning_rate == used[-1]
+
+
+def _rate(learner: Learner) -> float:
+    return float(learner.optimizer.param_groups[0]["lr"])
+
+
 def test_warm_up_rises_linearly_and_stays() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1.0))

@@ -43,7 +43,7 @@ ADAPTER_CONFIG_KEY = "adapter_config"
 """Key in a safetensors header's metadata under which a streamed LoRA adapter has PEFT's config."""
 
 DEFAULT_MAX_TOKENS = 512
-MIN_TEMPERATURE = 0.01
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 MAX_GROUP_SIZE = 1024
 MAX_PROMPTS = 16384
 MAX_DEADLINE_S = 86400.0

@@ -31,6 +31,7 @@ from shared.protocol import (
     MAX_DEADLINE_S,
     MAX_GROUP_SIZE,
     MAX_PROMPTS,
+    MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     POLICY_NAME,
     PauseMode,
@@ -140,7 +141,10 @@ class SamplingSettings(BaseModel):
         DEFAULT_MAX_TOKENS, ge=1, description="New tokens a completion may have."
     )
     temperature: float = Field(
-        1.0, ge=0.0, le=2.0, description="0.01 to 2, or 0, which is greedy and for eval only."
+        1.0,
+        ge=0.0,
+        le=MAX_TEMPERATURE,
+        description="0.01 to 2, or 0, which is greedy and for eval only.",
     )
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus mass; below 1 for eval only.")
     top_k: _WholeNumber = Field(

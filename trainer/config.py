@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shared.protocol import MAX_GROUP_SIZE, MAX_PROMPTS
+from shared.protocol import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_TEMPERATURE, MIN_TEMPERATURE
 from trainer.arithmetic import SHORT_QUESTION
 from trainer.objective import PRESETS, Objective
 from trainer.rewards import Part
@@ -220,7 +220,10 @@ class RolloutConfig(_Section):
         default=512, description="Of a completion. Cut off too early, answers cannot be right."
     )
     temperature: float = Field(
-        default=1.0, gt=0.0, le=100.0, description="Greedy samples cannot train."
+        default=1.0,
+        ge=MIN_TEMPERATURE,
+        le=MAX_TEMPERATURE,
+        description="Greedy samples cannot train.",
     )
     refill_budget: float = Field(
         default=0.0,

@@ -6,7 +6,7 @@
 2. Variety: answers within a group differ, or there is nothing to compare.
 3. Room: few answers hit max_tokens, or the policy is taught to be brief instead of right.
 
-The first that fails makes those after it meaningless, so that is the one to mend. The training loop
+The first that fails makes those after it meaningless, so that is the one to fix. The training loop
 runs the same functions on every rollout and prints what fails.
 """
 

@@ -13,7 +13,7 @@
     python -m trainer demo
     python -m trainer tiny-policy DIR
 
-A mistake that a person can mend is told in its own words, without a traceback; ``--traceback``
+A mistake that a person can fix is told in its own words, without a traceback; ``--traceback``
 shows where it was raised. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 

@@ -443,7 +443,7 @@ class EvaluationConfig(_Section):
         try:
             groups = re.compile(self.answer_pattern).groups
         except re.error as error:
-            raise ValueError(f"answer_pattern is no regular expression: {error}") from None
+            raise ValueError(f"answer_pattern is not a regular expression: {error}") from None
         if self.answer_pattern and groups != 1:
             raise ValueError(f"answer_pattern has {groups} groups; the one is the answer")
         return self

@@ -55,7 +55,7 @@ def diagnose(config: Config) -> Iterator[Finding]:
     try:
         learner = build_learner(config, None)
     except TitoError as error:
-        yield Finding("model", FAILURE, str(error), "Mend model.path, or the settings in [model].")
+        yield Finding("model", FAILURE, str(error), "Fix model.path, or the settings in [model].")
         return
     yield _packing(learner)
     yield _layers(learner)
@@ -94,7 +94,7 @@ def _servers(config: Config, learner: Learner) -> Iterator[Finding]:
                 info = client.wait_ready(config.server.ready_timeout)
             except TitoError as error:
                 yield Finding("server", FAILURE, f"{url}: {error}",
-                              "Start it (python -m rollout_server --model PATH), or mend "
+                              "Start it (python -m rollout_server --model PATH), or fix "
                               "server.url and the token.")  # fmt: skip
                 continue
             yield Finding("server", OK, f"{url} serves {info.model} at version {info.version}")
@@ -131,7 +131,7 @@ def _exchange(
         if handshake.given_back:
             yield handshake.given_back
     except TitoError as error:
-        yield Finding(at, FAILURE, str(error), "Mend what the server says.")
+        yield Finding(at, FAILURE, str(error), "Fix what the server says.")
         return
     yield find_damage(config, rollout, len(tasks), group_size, info.vocab_size)
     batch = collate(rollout.samples, learner.pad_id).to(learner.device)

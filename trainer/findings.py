@@ -141,7 +141,7 @@ def find_rewards(config: Config, tasks: list[Task], rollout: Rollout) -> Iterato
         with open_reward(config.reward) as reward:
             outcomes = score_rollout(reward, tasks, rollout)
     except TitoError as error:
-        yield Finding("reward", FAILURE, str(error), "Mend [reward].")
+        yield Finding("reward", FAILURE, str(error), "Fix [reward].")
         return
     flat = [outcome for group in outcomes for outcome in group]
     failed = [outcome for outcome in flat if isinstance(outcome, Failed)]
@@ -149,7 +149,7 @@ def find_rewards(config: Config, tasks: list[Task], rollout: Rollout) -> Iterato
     if failed:
         yield Finding("reward", FAILURE if not len(scores) else WARNING,
                       f"no verdict on {len(failed)} of {len(flat)} answers: {failed[0].reason}",
-                      "Mend the reward function; such answers are not trained.")  # fmt: skip
+                      "Fix the reward function; such answers are not trained.")  # fmt: skip
     else:
         yield Finding("reward", OK, f"{len(flat)} answers scored, mean {scores.mean():.3f}, "
                       f"from {scores.min():g} to {scores.max():g}")  # fmt: skip

@@ -68,7 +68,7 @@ def head_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
         dtype: to compute in; None: that of the weights.
 
     Raises:
-        ValueError: it is no plain linear layer.
+        ValueError: it is not a plain linear layer.
     """
     untyped: Any = model
     layer = untyped.get_output_embeddings()

@@ -150,7 +150,7 @@ def _refuse_no_checkpoint(source: str) -> None:
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.exists()
     whole, adapter = path / "config.json", path / "adapter_config.json"
     if looks_like_path and not (whole.is_file() or adapter.is_file()):
-        what = "has no config.json" if path.is_dir() else "is no directory"
+        what = "has no config.json" if path.is_dir() else "is not a directory"
         raise ConfigError(f"cannot load the model {source}: it {what}", advice=_OTHER_MODEL)
 
 

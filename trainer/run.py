@@ -138,7 +138,7 @@ def open_run(
     """Everything a run needs, from its beginning or from its newest checkpoint.
 
     Raises:
-        TitoError: something that a person must mend before the run can start.
+        TitoError: something that a person must fix before the run can start.
     """
     output = Path(config.train.output)
     checkpoint = _starting_point(output / "checkpoints", resume=resume)

@@ -89,9 +89,26 @@ def take_step(run: Run, step: int) -> None:
     with run.log.phase("sampling"):
         tasks, rollout = run.sampler.take(step)
     times.append(time.perf_counter())
+    # 2. For each answer a score.
+    judged = _scored(run, step, tasks, rollout)
+    staleness = max(run.servers.published.staleness(s, step) for s in judged.rollout.samples)
+    _keep(run, step, judged)
+    # 3. Advantages within each group, and a step of AdamW towards the better answers.
+    update = _learned(run, judged)
+    times.append(time.perf_counter())
+    # 4. The servers sample from the changed model from here on.
+    if update.updates:
+        run.publish(step)
+    else:
+        run.servers.keep(step)
+    run.sampler.admit(step)
+    times.append(time.perf_counter())
+    # 5. Everything that was asked for is accounted for.
+    _account(run, step, judged, update, staleness, times)
 
-    # 2. For each answer a score; what has none, or no peer that differs, is set aside. More prompts
-    # may take its place.
+
+def _scored(run: Run, step: int, tasks: list[Task], rollout: Rollout) -> Judged:
+    """What has no score, or no peer that differs, is set aside; more prompts may take its place."""
     judged = refilled(
         _judged(run, step, tasks, rollout),
         lambda prompts: _judged(run, step, *run.sampler.more(prompts)),
@@ -100,68 +117,66 @@ def take_step(run: Run, step: int) -> None:
     if step == run.began.step + 1:
         # Later on, a service that fails for a while may come back; the ledger counts what it cost.
         refuse_no_verdict(run.reward, judged.outcomes)
-    tasks, rollout, outcomes, fates = judged.tasks, judged.rollout, judged.outcomes, judged.fates
-    staleness = [run.servers.published.staleness(sample, step) for sample in rollout.samples]
+    return judged
 
-    # Kept before it is trained on: a step that fails is the one to look at.
+
+def _keep(run: Run, step: int, judged: Judged) -> None:
+    """Before it is trained on: a step that fails is the one to look at."""
     save_batch(
         run.output / "batches",
         step=step,
-        rollout=rollout,
-        outcomes=outcomes,
-        fates=fates,
+        rollout=judged.rollout,
+        outcomes=judged.outcomes,
+        fates=judged.fates,
         keep=run.config.train.keep_batches,
     )
-
     if run.config.server.report_rewards:
-        run.log.problem("rewards are not shown", report(run.servers, rollout, outcomes, run.reward))
+        found = report(run.servers, judged.rollout, judged.outcomes, run.reward)
+        run.log.problem("rewards are not shown", found)
 
-    # 3. Advantages within each group, and a step of AdamW towards the better answers.
+
+def _learned(run: Run, judged: Judged) -> Update:
     run.borrow_memory()
     with run.log.phase("training"):
-        chosen = training_set(rollout, outcomes, fates, run.learner)
+        chosen = training_set(judged.rollout, judged.outcomes, judged.fates, run.learner)
         update = learn(run.learner, chosen, run.config)
     run.return_memory()
-    times.append(time.perf_counter())
+    return update
 
-    # 4. The servers sample from the changed model from here on.
-    if update.updates:
-        run.publish(step)
-    else:
-        run.servers.keep(step)
-    run.sampler.admit(step)
-    times.append(time.perf_counter())
 
-    # 5. Everything that was asked for is accounted for.
+def _account(
+    run: Run, step: int, judged: Judged, update: Update, staleness: int, times: list[float]
+) -> None:
+    """Write the step's ledger and figures, and say what was wrong with it."""
+    fates = judged.fates
     if update.skipped and not update.updates:
         fates = ledger.without_update(fates)
     accounts = ledger.account(
         step=step,
-        prompts=len(tasks),
+        prompts=len(judged.tasks),
         group_size=run.config.rollout.group_size,
-        rollout=rollout,
+        rollout=judged.rollout,
         fates=fates,
-        outcomes=outcomes,
+        outcomes=judged.outcomes,
         loss_tokens=update.loss_tokens,
         updates=update.updates,
         masked_tokens=update.masked_tokens,
     )
     ledger.append(run.output / "ledger.jsonl", accounts)
-    run.log.step(
-        measure(
-            rollout,
-            outcomes,
-            fates,
-            accounts,
-            update,
-            staleness=max(staleness),
-            version=run.servers.latest.version,
-            sampler_idle_seconds=run.servers.idle_seconds(),
-            times=times,
-            reward_names=[part.name for part in run.reward.parts],
-        )
+    metrics = measure(
+        judged.rollout,
+        judged.outcomes,
+        fates,
+        accounts,
+        update,
+        staleness=staleness,
+        version=run.servers.latest.version,
+        sampler_idle_seconds=run.servers.idle_seconds(),
+        times=times,
+        reward_names=[part.name for part in run.reward.parts],
     )
-    _tell_problems(run, rollout, accounts, update)
+    run.log.step(metrics)
+    _tell_problems(run, judged.rollout, accounts, update)
 
 
 def _judged(run: Run, step: int, tasks: list[Task], rollout: Rollout) -> Judged:

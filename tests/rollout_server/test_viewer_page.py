@@ -393,6 +393,22 @@ def test_it_asks_for_a_token_and_keeps_it_out_of_the_address(
         page.wait_for_selector(row(group))
 
 
+def test_it_says_what_to_do_under_a_name_that_the_server_does_not_know(
+    server: Running, page: Page
+) -> None:
+    page.goto(server.url.replace("127.0.0.1", "tito.localhost"))
+    page.wait_for_selector("#sign-in-problem:has-text('--allowed-hosts')")
+
+
+def test_a_page_of_another_site_changes_nothing(server: Running, page: Page) -> None:
+    page.goto(f"{server.url.replace('127.0.0.1', 'localhost')}/healthz")  # any page would do
+    request = {"method": "POST", "mode": "no-cors", "body": "x"}
+    page.evaluate(
+        "([url, request]) => fetch(url, request)", [f"{server.url}/policies/default/reset", request]
+    )
+    assert server.client.policy("default")["history"] == []
+
+
 def test_it_tells_when_the_engine_is_dead(model: Path, tmp_path: Path, page: Page) -> None:
     with scripted(model, tmp_path, lambda _: ["7"]) as (server, engine):
         (group,) = roll(server)

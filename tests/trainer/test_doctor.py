@@ -290,5 +290,5 @@ def test_lines() -> None:
     out = io.StringIO()
     console = Console(file=out, soft_wrap=True, highlight=False)
     print_finding(console, Finding("a", OK, "fine", "unseen"))
-    print_finding(console, Finding("b", FAILURE, "[red]", "mend it"))
-    assert out.getvalue() == ("ok      a: fine\nfailure b: [red]\n        what to do: mend it\n")
+    print_finding(console, Finding("b", FAILURE, "[red]", "fix it"))
+    assert out.getvalue() == ("ok      a: fine\nfailure b: [red]\n        what to do: fix it\n")

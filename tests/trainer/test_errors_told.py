@@ -121,7 +121,7 @@ def test_another_tokenizer(tell: Tell, server: FakeServer, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("path", "what"), [("/no/such/model", "is no directory"), (".", "has no config.json")]
+    ("path", "what"), [("/no/such/model", "is not a directory"), (".", "has no config.json")]
 )
 def test_a_wrong_model_path(tell: Tell, path: str, what: str) -> None:
     lines = tell(f"model.path={path}")
@@ -148,7 +148,7 @@ def test_a_reward_that_raises(tell: Tell, server: FakeServer, tmp_path: Path) ->
     broken = f"{tmp_path}/rewards.py:broken"
     lines = tell(f"server.url={server.url}", f"reward.function={broken}")
     what = "none of 4 samples could be scored, most often: KeyError: 'no such thing'"
-    assert_told(lines, what, f"mend the reward ({broken})")
+    assert_told(lines, what, f"fix the reward ({broken})")
     # Nothing is left that would have to be gone on with.
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -163,7 +163,7 @@ def test_a_reward_that_raises(tell: Tell, server: FakeServer, tmp_path: Path) ->
 )
 def test_a_reward_that_is_not_there(tell: Tell, tmp_path: Path, function: str, what: str) -> None:
     lines = tell(f"reward.function={tmp_path / function if ':' in function else function}")
-    assert_told(lines, what, "mend reward.function, its options or its file")
+    assert_told(lines, what, "fix reward.function, its options or its file")
 
 
 def test_no_memory_on_the_gpu(

@@ -111,7 +111,7 @@ def test_without_tests_there_is_an_error_not_a_zero(reference: str | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("tests", "says"), [("assert f(", "no Python"), ("f(lambda x: x)", "passes a function")]
+    ("tests", "says"), [("assert f(", "not Python"), ("f(lambda x: x)", "passes a function")]
 )
 def test_broken_tests_are_an_error_not_a_zero(tests: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):

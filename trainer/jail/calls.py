@@ -119,7 +119,7 @@ class Program:
 
 
 class Remote:
-    """In the tests: something of the program that is no plain value, such as a function."""
+    """In the tests: something of the program that is not a plain value, such as a function."""
 
     def __init__(self, channel: Channel, reference: int) -> None:
         self._channel, self._reference = channel, reference
@@ -174,7 +174,7 @@ def run_tests(tests: list[str], peer: Channel) -> dict[str, Any]:
     try:
         compiled = [compile(test, "<tests>", "exec") for test in tests]
     except (SyntaxError, ValueError) as error:
-        return {"broken": f"the tests are no Python: {error}"}
+        return {"broken": f"the tests are not Python: {error}"}
     try:
         # A program that calls something of its own ``abs`` or ``all`` must not change the tests.
         names = {k: v for k, v in answer_of(peer).items() if not hasattr(builtins, k)}

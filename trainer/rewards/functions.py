@@ -59,13 +59,13 @@ def equivalent(*, text: str, reference: str | None, **_: object) -> float:
     there are none. The worker's deadline holds instead.
 
     Raises:
-        ValueError: the reference is no mathematics.
+        ValueError: the reference is not mathematics.
     """
     from math_verify import verify
 
     expected = _mathematics(_delimited(reference or ""))
     if not expected:
-        raise ValueError(f"the reference is no mathematics: {reference!r:.80}")
+        raise ValueError(f"the reference is not mathematics: {reference!r:.80}")
     found = _mathematics(text)
     return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))
 

@@ -2,7 +2,7 @@
 
 Outcome
 |-- Score      a finite number
-`-- Failed     the reward gave no verdict: it raised, died, or returned what is no number
+`-- Failed     the reward gave no verdict: it raised, died, or returned what is not a number
     `-- TimedOut   it was still at work when its time was over
 
 A sample without a verdict is never given a zero: a broken reward must not look like a bad answer.

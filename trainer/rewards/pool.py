@@ -237,7 +237,7 @@ class WorkerPool:
     def _hear(self, worker: _Worker, message: object, work: _Round) -> None:
         kind, detail, outcome = decode(message)
         if kind == UNUSABLE:
-            raise RewardError(detail, advice="mend reward.function, its options or its file")
+            raise RewardError(detail, advice="fix reward.function, its options or its file")
         if kind == READY:
             worker.ready, self._concurrent, worker.deadline = True, bool(detail), math.inf
             return

@@ -78,7 +78,7 @@ def score_rollout(reward: Reward, tasks: Sequence[Task], rollout: Rollout) -> li
 
 
 def refuse_no_verdict(reward: Reward, outcomes: Sequence[Sequence[Outcome]]) -> None:
-    """Raise if not one sample could be scored: that is no hard sample but a broken function.
+    """Raise if not one sample could be scored: that is not a hard sample but a broken function.
 
     Raises:
         RewardError: with the reason that was given most often.
@@ -91,5 +91,5 @@ def refuse_no_verdict(reward: Reward, outcomes: Sequence[Sequence[Outcome]]) -> 
     named = ", ".join(part.function for part in reward.parts)
     raise RewardError(
         f"none of {len(every)} samples could be scored, most often: {reason}",
-        advice=f"mend the reward ({named}), then start the run as before: nothing was trained",
+        advice=f"fix the reward ({named}), then start the run as before: nothing was trained",
     )

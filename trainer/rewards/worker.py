@@ -215,7 +215,7 @@ def decode(message: Any) -> tuple[int, Any, Outcome | None]:
         the reason, with ``DONE`` the place in the chunk; and with ``DONE`` the outcome.
 
     Raises:
-        ValueError: it is no message of a worker.
+        ValueError: it is not a message of a worker.
     """
     match message:
         case [0 | 1 as kind, detail]:

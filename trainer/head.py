@@ -79,34 +79,31 @@ def head_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
     return Head(layer.weight, layer.bias, cap, dtype or layer.weight.dtype)
 
 
-def logprobs_and_entropy(
+def logprobs_of(
     head: Head,
     hidden: Tensor,
     tokens: Tensor,
     *,
     temperature: float = 1.0,
-    entropy: bool = False,
     chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Log-probability of each token given the hidden state before it.
 
     Args:
         hidden: ``[K, H]``.
         tokens: int64 ``[K]``.
         temperature: divides the logits; above 0.
-        entropy: whether to compute that of each distribution too; it carries no gradient.
         chunk_tokens: for how many tokens logits exist at one time; None: what suits the device.
 
     Returns:
-        Nats, ``[K]`` each, in float32 at least; the first differentiable once.
+        Nats, ``[K]``, in float32 at least, differentiable once.
     """
     default = chunk_bytes(hidden.device) // (head.weight.shape[0] * head.dtype.itemsize)
-    found = _ChunkedLogprobs.apply(
+    logprobs_K: Tensor = _ChunkedLogprobs.apply(
         hidden, head.weight, head.bias, tokens,
-        _Options(head.cap, head.dtype, temperature, entropy, chunk_tokens or max(default, 1)),
+        _Options(head.cap, head.dtype, temperature, chunk_tokens or max(default, 1)),
     )  # type: ignore[no-untyped-call]  # fmt: skip
-    logprobs_K, entropy_K = found
-    return logprobs_K, entropy_K if entropy else None
+    return logprobs_K
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,6 @@ class _Options:
     cap: float | None
     dtype: torch.dtype
     temperature: float
-    entropy: bool
     chunk: int
 
 
@@ -129,17 +125,17 @@ class _Scratch:
         self.buffer = hidden.new_empty((rows, weight.shape[0]), dtype=options.dtype)
         self.fused = options.cap is None and _has_kernels(hidden.device, options.dtype)
 
-    def normalise(self, hidden_CH: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Chosen logits, logs of the sums of exponentials, entropies (0 if not wanted): ``[C]``."""
+    def normalise(self, hidden_CH: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen logits, and logs of the sums of exponentials: ``[C]``."""
         raw_CV = self._raw(hidden_CH)
-        if self.fused and not self.options.entropy:
+        if self.fused:
             from trainer.head_kernels import normalise
 
-            chosen_C, normaliser_C = normalise(raw_CV, tokens_C, 1 / self.options.temperature)
-            return chosen_C, normaliser_C, torch.zeros_like(chosen_C)
+            return normalise(raw_CV, tokens_C, 1 / self.options.temperature)
         z_CV = self._finish(_widen(raw_CV))
         chosen_C = z_CV.gather(1, tokens_C[:, None]).squeeze(1)
-        return chosen_C, *_normalise(z_CV, self.options.entropy)
+        top_C = z_CV.amax(1)
+        return chosen_C, z_CV.sub_(top_C[:, None]).exp_().sum(1).log() + top_C
 
     def slopes(self, hidden_CH: Tensor, tokens_C: Tensor, normaliser_C: Tensor) -> Tensor:
         """Of the log-probabilities by the logits before cap and temperature, but for the latter.
@@ -188,23 +184,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         tokens_K: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         scratch = _Scratch(hidden_KH, weight_VH, bias_V, options)
         wide = torch.promote_types(options.dtype, torch.float32)
         logprobs_K = hidden_KH.new_empty(hidden_KH.shape[0], dtype=wide)
-        normaliser_K, entropy_K = torch.empty_like(logprobs_K), torch.zeros_like(logprobs_K)
+        normaliser_K = torch.empty_like(logprobs_K)
         for at in _chunks(hidden_KH.shape[0], options.chunk):
-            chosen_C, normaliser_C, entropy_K[at] = scratch.normalise(hidden_KH[at], tokens_K[at])
+            chosen_C, normaliser_C = scratch.normalise(hidden_KH[at], tokens_K[at])
             normaliser_K[at], logprobs_K[at] = normaliser_C, chosen_C - normaliser_C
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, tokens_K, normaliser_K)
         ctx.options = options
-        ctx.mark_non_differentiable(entropy_K)
-        return logprobs_K, entropy_K
+        return logprobs_K
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient_K: Tensor, _entropy: Tensor
+        ctx: Any, gradient_K: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden_KH, weight_VH, bias_V, tokens_K, normaliser_K = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -228,18 +223,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def _normalise(z_CV: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials, and the entropy (0 if not wanted); ``z_CV`` is used up."""
-    top_C = z_CV.amax(1)
-    z_CV.sub_(top_C[:, None])
-    if not entropy:
-        return z_CV.exp_().sum(1).log() + top_C, torch.zeros_like(top_C)
-    weights_CV = z_CV.exp()
-    total_C = weights_CV.sum(1)
-    entropy_C = total_C.log() - (weights_CV.mul_(z_CV).sum(1) / total_C)
-    return total_C.log() + top_C, entropy_C
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

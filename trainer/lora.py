@@ -59,11 +59,6 @@ def base_of(adapter: Path) -> str | None:
     return base
 
 
-def has_lora(model: nn.Module) -> bool:
-    """Whether there is an adapter in the model."""
-    return any(isinstance(module, LoraLinear) for module in model.modules())
-
-
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     """The model as it was before training."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.batch import scoring_positions
-from trainer.head import head_of, logprobs_and_entropy
+from trainer.head import head_of, logprobs_of
 from trainer.lora import ADAPTER, base_of
 from trainer.packing import is_packed, pack
 from trainer.sharding import inside
@@ -145,33 +145,9 @@ def token_logprobs(
     Raises:
         ValueError: the temperature is not positive, or ``mask`` is true at token 0.
     """
-    logprobs_NT, _ = inside(
-        model, _score,
-        input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, False,
-    )  # fmt: skip
-    return logprobs_NT
-
-
-def token_logprobs_and_entropy(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    chunk_tokens: int | None = None,
-    head_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As ``token_logprobs``, and the entropy of the distribution that each token was drawn from.
-
-    The entropy, in nats, is for watching and carries no gradient.
-    """
-    logprobs_NT, entropy_NT = inside(
-        model, _score,
-        input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype, True,
-    )  # fmt: skip
-    assert entropy_NT is not None
-    return logprobs_NT, entropy_NT
+    return inside(
+        model, _score, input_ids, attention_mask, temperature, mask, chunk_tokens, head_dtype
+    )
 
 
 def _score(
@@ -182,8 +158,7 @@ def _score(
     mask_NT: Tensor | None,
     chunk_tokens: int | None,
     head_dtype: torch.dtype | None,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Score the masked tokens, and lay the numbers out as [N, T]."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: a greedy choice has no log-probability")
@@ -204,20 +179,15 @@ def _score(
     else:
         scoring_K = _where(scoring_NT)
         hidden = _hidden_states(model, input_ids_NT, attention_mask_NT)
-    logprobs_K, entropy_K = logprobs_and_entropy(
+    logprobs_K = logprobs_of(
         head_of(model, head_dtype),
         hidden.flatten(0, 1).index_select(0, scoring_K),
         tokens_K,
         temperature=temperature,
-        entropy=entropy,
         chunk_tokens=chunk_tokens,
     )
-
-    def laid_out(x_K: Tensor) -> Tensor:
-        flat = x_K.new_zeros(mask_NT.numel()).index_copy(0, scored_K, x_K)
-        return flat.view(mask_NT.shape)
-
-    return laid_out(logprobs_K), None if entropy_K is None else laid_out(entropy_K)
+    flat = logprobs_K.new_zeros(mask_NT.numel()).index_copy(0, scored_K, logprobs_K)
+    return flat.view(mask_NT.shape)
 
 
 def _where(mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.trainer.models import build
 from tests.triton_interpreter import run_interpreted
 from trainer import head as head_module
-from trainer.head import Head, head_of, logprobs_and_entropy
+from trainer.head import Head, head_of, logprobs_of
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -31,10 +31,9 @@ def inputs(dtype: torch.dtype, *, bias: bool, cap: float | None) -> tuple[Head, 
     return head, draw(TOKENS, HIDDEN).requires_grad_(), tokens
 
 
-def plain(head: Head, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(head: Head, hidden: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     logits = (head.logits(hidden) / temperature).log_softmax(-1)
-    chosen = logits[torch.arange(len(tokens)), tokens]
-    return chosen, -(logits.exp() * logits).sum(-1).detach()
+    return logits[torch.arange(len(tokens)), tokens]
 
 
 def leaves(head: Head, hidden: Tensor) -> list[Tensor]:
@@ -51,15 +50,12 @@ def test_values_and_gradients_are_those_of_plain_autograd(
 ) -> None:
     head, hidden, tokens = inputs(dtype, bias=bias, cap=cap)
     gradient = torch.linspace(-2, 1, TOKENS, dtype=dtype)
-    expected, expected_entropy = plain(head, hidden, tokens, temperature)
+    expected = plain(head, hidden, tokens, temperature)
     wanted = torch.autograd.grad(expected, leaves(head, hidden), gradient)
-    found, entropy = logprobs_and_entropy(
-        head, hidden, tokens, temperature=temperature, entropy=True, chunk_tokens=chunk
-    )
+    found = logprobs_of(head, hidden, tokens, temperature=temperature, chunk_tokens=chunk)
     got = torch.autograd.grad(found, leaves(head, hidden), gradient)
     tolerance: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
     torch.testing.assert_close(found, expected, **tolerance)
-    torch.testing.assert_close(entropy, expected_entropy, **tolerance)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, **(tolerance or {"rtol": 1e-5, "atol": 1e-5}))
 
@@ -67,31 +63,27 @@ def test_values_and_gradients_are_those_of_plain_autograd(
 @given(scale=st.floats(0, 300), chunk=st.integers(1, TOKENS))
 def test_logits_of_any_size_give_finite_numbers(scale: float, chunk: int) -> None:
     head, hidden, tokens = inputs(torch.float32, bias=False, cap=None)
-    found, entropy = logprobs_and_entropy(
-        head, hidden * scale, tokens, entropy=True, chunk_tokens=chunk
-    )
+    found = logprobs_of(head, hidden * scale, tokens, chunk_tokens=chunk)
     found.sum().backward()
     assert head.weight.grad is not None
-    assert entropy is not None
-    for numbers in (found, entropy, head.weight.grad):
+    for numbers in (found, head.weight.grad):
         assert numbers.isfinite().all()
     assert (found <= 1e-4).all()
-    assert (entropy >= -1e-4).all()
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
     head, hidden, tokens = inputs(torch.float64, bias=True, cap=None)
     frozen = Head(head.weight.detach(), head.bias, None, torch.float64)
-    logprobs_and_entropy(frozen, hidden, tokens)[0].sum().backward()
+    logprobs_of(frozen, hidden, tokens).sum().backward()
     assert hidden.grad is not None
     assert head.weight.grad is None
     with torch.no_grad():
-        assert not logprobs_and_entropy(head, hidden, tokens)[0].requires_grad
+        assert not logprobs_of(head, hidden, tokens).requires_grad
 
 
 def test_no_token_at_all() -> None:
     head, hidden, tokens = inputs(torch.float64, bias=True, cap=None)
-    found, _ = logprobs_and_entropy(head, hidden[:0], tokens[:0])
+    found = logprobs_of(head, hidden[:0], tokens[:0])
     found.sum().backward()
     assert found.shape == (0,)
     assert head.weight.grad is not None
@@ -104,11 +96,11 @@ def test_a_float32_head_over_bfloat16_weights_is_nearer_to_the_truth() -> None:
     weight = exact_head.weight.detach().bfloat16().requires_grad_()
     hidden = exact_hidden.detach().bfloat16()
     truth = Head(weight.detach().double().requires_grad_(), None, None, torch.float64)
-    expected, _ = plain(truth, hidden.double(), tokens, 1.0)
+    expected = plain(truth, hidden.double(), tokens, 1.0)
     (wanted,) = torch.autograd.grad(expected.sum(), truth.weight)
     errors = {}
     for dtype in (torch.bfloat16, torch.float32):
-        found, _ = logprobs_and_entropy(Head(weight, None, None, dtype), hidden, tokens)
+        found = logprobs_of(Head(weight, None, None, dtype), hidden, tokens)
         assert found.dtype == torch.float32
         (got,) = torch.autograd.grad(found.sum(), weight)
         assert got.dtype == torch.bfloat16
@@ -123,10 +115,10 @@ def test_a_token_of_probability_near_one_keeps_its_gradient_in_bfloat16() -> Non
     weight[0, 0] = 7.0
     hidden = torch.ones(1, 4, dtype=torch.bfloat16).requires_grad_()
     token = torch.tensor([0])
-    found, _ = logprobs_and_entropy(Head(weight, None, None, torch.bfloat16), hidden, token)
+    found = logprobs_of(Head(weight, None, None, torch.bfloat16), hidden, token)
     (got,) = torch.autograd.grad(found.sum(), hidden)
     exact = hidden.detach().double().requires_grad_()
-    expected, _ = plain(Head(weight.double(), None, None, torch.float64), exact, token, 1.0)
+    expected = plain(Head(weight.double(), None, None, torch.float64), exact, token, 1.0)
     (wanted,) = torch.autograd.grad(expected.sum(), exact)
     torch.testing.assert_close(got.double(), wanted, rtol=0.01, atol=0)
 
@@ -180,13 +172,13 @@ def test_the_kernels_on_a_gpu(
         torch.float64,
     )
     exact_hidden = hidden.detach().double().requires_grad_()
-    expected, _ = plain(exact, exact_hidden, tokens, 0.7)
+    expected = plain(exact, exact_hidden, tokens, 0.7)
     wanted = torch.autograd.grad(expected.sum(), leaves(exact, exact_hidden))
     errors = {}
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(head_module, "_has_kernels", lambda *_: False)
-        found, _ = logprobs_and_entropy(head, hidden, tokens, temperature=0.7, chunk_tokens=32)
+        found = logprobs_of(head, hidden, tokens, temperature=0.7, chunk_tokens=32)
         got = torch.autograd.grad(found.sum(), leaves(head, hidden))
         pairs = zip((found, *got), (expected, *wanted), strict=True)
         errors[fused] = [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]

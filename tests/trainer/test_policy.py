@@ -35,7 +35,6 @@ from trainer.policy import (
     load_policy,
     load_reference,
     token_logprobs,
-    token_logprobs_and_entropy,
 )
 
 EOS = 2
@@ -136,27 +135,6 @@ def test_the_probabilities_of_all_next_tokens_sum_to_one(model: PreTrainedModel)
     assert logprobs[:, 2].exp().sum().item() == pytest.approx(1)
 
 
-def test_entropy_is_that_of_the_scaled_distribution(model: PreTrainedModel) -> None:
-    batch = collate(make_samples(), pad_id=0)
-    logprobs, entropy = token_logprobs_and_entropy(
-        model,
-        batch.input_ids,
-        batch.attention_mask,
-        temperature=0.6,
-        mask=batch.completion_mask,
-        chunk_tokens=4,
-    )
-    torch.testing.assert_close(
-        logprobs, score(model, batch, temperature=0.6, mask=batch.completion_mask)
-    )
-    assert not entropy.requires_grad
-    assert (entropy[~batch.completion_mask] == 0).all()
-    row, token = 5, 12
-    logits = model(input_ids=batch.input_ids[row : row + 1, :token]).logits[0, -1] / 0.6
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(entropy[row, token], expected.detach())
-
-
 def test_nothing_to_score_is_not_an_error(model: PreTrainedModel) -> None:
     batch = collate([make_sample(0, [5, 6], [])], pad_id=0)
     logprobs = score(model, batch, mask=batch.completion_mask)
@@ -200,10 +178,7 @@ def test_logits_of_a_whole_sequence_never_exist() -> None:
     with LargestTensor() as plain:
         model(input_ids=ids).logits.log_softmax(-1).sum().backward()
     with LargestTensor() as chunked:
-        logprobs, _ = token_logprobs_and_entropy(
-            model, ids, torch.ones_like(ids), chunk_tokens=chunk
-        )
-        logprobs.sum().backward()
+        token_logprobs(model, ids, torch.ones_like(ids), chunk_tokens=chunk).sum().backward()
     assert plain.numel == tokens * vocab
     assert chunked.numel == SIZES["hidden_size"] * vocab
     assert chunk * vocab < chunked.numel < plain.numel

@@ -30,11 +30,6 @@ class Tenure:
         self._timer: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
 
-    @property
-    def ends_at(self) -> float | None:
-        """When it ends if nothing is heard until then, by the event loop's clock."""
-        return None if self._timer is None else self._timer.when()
-
     def require(self, caller: Caller, what: str) -> None:
         """Go on only if nobody else has it.
 

@@ -367,27 +367,30 @@ class TestPauses:
         eventually(lambda: not hasty.get("/is_paused", BOB)["is_paused"], 30)
         assert hasty.rolls()
 
-    async def _kept(self) -> tuple[list[float | None], str | None]:
+    def test_signs_of_life_put_the_end_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def expire(_: str) -> None:
             raise AssertionError("it has an hour to live")
 
-        tenure, ends = Tenure(3600.0, expire), []
-        for _ in range(3):
-            tenure.keep("alice")
-            ends.append(tenure.ends_at)
-            await asyncio.sleep(0.01)
-        tenure.keep("alice", for_good=True)
-        ends.append(tenure.ends_at)
-        return ends, tenure.owner
+        async def keep() -> None:
+            loop = asyncio.get_running_loop()
+            call_later, ends = loop.call_later, list[asyncio.TimerHandle]()
 
-    def test_signs_of_life_put_the_end_off(self) -> None:
-        (first, second, third, never), owner = asyncio.run(self._kept())
-        assert first is not None
-        assert second is not None
-        assert third is not None
-        assert first < second < third
-        assert never is None
-        assert owner == "alice"
+            def noted(*when: Any) -> asyncio.TimerHandle:
+                ends.append(call_later(*when))
+                return ends[-1]
+
+            monkeypatch.setattr(loop, "call_later", noted)
+            tenure = Tenure(3600.0, expire)
+            for _ in range(3):
+                tenure.keep("alice")
+            assert [end.cancelled() for end in ends] == [True, True, False]
+            assert ends[0].when() <= ends[-1].when()
+            tenure.keep("alice", for_good=True)
+            assert len(ends) == 3
+            assert ends[-1].cancelled()
+            assert tenure.owner == "alice"
+
+        asyncio.run(keep())
 
 
 class TestSleep:

@@ -72,7 +72,9 @@ def page(browser: Browser) -> Iterator[Page]:
 def _complaints(said: ConsoleMessage) -> list[str]:
     # The browser itself reports what the page deals with: refusals, and a server that is away.
     refused = re.search(r"status of 40[13]|ERR_INTERNET_DISCONNECTED", said.text)
-    return [said.text] if said.type in ("error", "warning") and not refused else []
+    # What is no page of ours has no icon.
+    expected = refused or said.location["url"].endswith("/favicon.ico")
+    return [said.text] if said.type in ("error", "warning") and not expected else []
 
 
 def roll(server: Running, prompts: int = 1, **settings: Any) -> tuple[Group, ...]:

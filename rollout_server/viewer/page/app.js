@@ -96,7 +96,8 @@ function askForToken(error) {
   say("");
   byId("content").hidden = true;
   byId("sign-in").hidden = false;
-  byId("sign-in-problem").textContent = hadToken ? error.message : "";
+  // A token is asked for without reproach.
+  byId("sign-in-problem").textContent = hadToken || error.status === 403 ? error.message : "";
   byId("token").focus();
 }
 

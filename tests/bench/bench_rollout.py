@@ -41,14 +41,13 @@ from tests.bench.rollout_ways import (
     ROLLOUT_WAYS,
     SEVERAL,
     Measured,
-    Server,
     Way,
     Work,
     raw_engine,
     rollout_way,
-    started,
     vllm_ways,
 )
+from tests.bench.servers import Server, set_environment, started
 
 FLOOD = 2048
 """Samples that are asked for at once, over fifty connections."""
@@ -289,9 +288,7 @@ def main() -> None:
     import torch
 
     asked.eager = not torch.cuda.is_available()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    set_environment()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     told = ("prompts", "prompt_tokens", "group_size", "max_tokens", "connections", "repeats")
     report(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import orjson
 
 from shared.codec import decode, rollout_from_wire
 from shared.protocol import JSON, MSGPACK
+from tests.bench.servers import Server
 
 RAW = "(a) raw engine"
 PACKED = "(b) /rollout, packed"
@@ -34,7 +33,6 @@ GENERATE = "(d) /inference/v1/generate"
 PLAIN_STEPS = "(e) /rollout, vLLM's own steps"
 SEVERAL = "(f) /rollout, several servers"
 
-READY_S = 1800
 PROBE = Path(__file__).with_name("health_probe.py")
 
 
@@ -125,76 +123,26 @@ def raw_engine(flags: dict[str, Any]) -> Iterator[Way]:
         llm.shutdown()
 
 
-# Servers.
+# Servers, which are started by :mod:`tests.bench.servers`.
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def started(command: Sequence[str], log: Path) -> Iterator[Server]:
-    """A server in a process of its own, not yet ready."""
-    port = free_port()
-    with log.open("w") as out:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=out)
+@contextlib.asynccontextmanager
+async def measured(server: Server, health: str) -> AsyncIterator[Measured]:
+    """Fills in time, processor time and what a look at its health took, meanwhile."""
+    result = Measured()
+    prober = await asyncio.create_subprocess_exec(
+        sys.executable, PROBE, server.url + health,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert prober.stdout is not None
+    await prober.stdout.readline()  # it has begun
+    start, cpu = time.perf_counter(), server.cpu()
     try:
-        yield Server(f"http://127.0.0.1:{port}", process, log)
+        yield result
+        result.seconds, result.cpu = time.perf_counter() - start, server.cpu() - cpu
     finally:
-        process.terminate()
-        # After an error requests are still under way, for which a server would wait.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-
-
-@dataclass(frozen=True)
-class Server:
-    """Where a server listens, and its process that answers."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_ready(self, path: str) -> None:
-        """Wait until that path answers with success."""
-        deadline = time.monotonic() + READY_S
-        while not self._answers(path):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"a server did not come up:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.5)
-
-    def _answers(self, path: str) -> bool:
-        try:
-            return httpx.get(self.url + path, timeout=5).is_success
-        except httpx.HTTPError:
-            return False
-
-    def cpu(self) -> float:
-        """Seconds of processor time so far, without its children's."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @contextlib.asynccontextmanager
-    async def measured(self, health: str) -> AsyncIterator[Measured]:
-        """Fills in time, processor time and what a look at its health took, meanwhile."""
-        result = Measured()
-        prober = await asyncio.create_subprocess_exec(
-            sys.executable, PROBE, self.url + health,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert prober.stdout is not None
-        await prober.stdout.readline()  # it has begun
-        start, cpu = time.perf_counter(), self.cpu()
-        try:
-            yield result
-            result.seconds, result.cpu = time.perf_counter() - start, self.cpu() - cpu
-        finally:
-            out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
-        result.health = json.loads(out)
+        out, _ = await prober.communicate(b"")  # closes its stdin, and so ends it
+    result.health = json.loads(out)
 
 
 # (b) `/rollout`.
@@ -224,7 +172,7 @@ def rollout_way(servers: Sequence[Server], *, packed: bool, accept: str) -> Way:
         before = sum(server.cpu() for server in others)
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(_client(one, work)) for one in servers]
-            result = await stack.enter_async_context(first.measured("/healthz"))
+            result = await stack.enter_async_context(measured(first, "/healthz"))
             shares = range(min(max(work.connections, len(servers)), len(work.prompts)))
             await asyncio.gather(
                 *(ask(clients[share % len(clients)], work, share, result) for share in shares)
@@ -288,7 +236,7 @@ def vllm_way(
         result.bytes += len(response.content)
 
     async def way(work: Work) -> Measured:
-        async with _client(server, work) as client, server.measured("/health") as result:
+        async with _client(server, work) as client, measured(server, "/health") as result:
             await asyncio.gather(*(ask(client, work, prompt, result) for prompt in work.prompts))
         return result
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shared.protocol import MAX_GROUP_SIZE, MAX_PROMPTS, MAX_TEMPERATURE, MIN_TEMPERATURE
 from trainer.arithmetic import SHORT_QUESTION
 from trainer.objective import PRESETS, Objective
-from trainer.rewards import Part
+from trainer.reward_parts import Part
 
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]

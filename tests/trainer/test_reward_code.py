@@ -16,10 +16,11 @@ import pytest
 
 from tests.rollout_server.support import eventually
 from trainer.errors import RewardError
+from trainer.reward_parts import Part
 from trainer.rewards import Outcome, Score, TimedOut
 from trainer.rewards import code as code_module
 from trainer.rewards.code import code
-from trainer.rewards.load import Part, load_part
+from trainer.rewards.load import load_part
 from trainer.rewards.program import Limits, confinement_problem, passed_cases, passed_tests
 
 pytestmark = pytest.mark.skipif(

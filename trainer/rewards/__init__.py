@@ -16,14 +16,12 @@ HTTP, ``pool`` and ``worker`` are the two ends of a worker, ``program`` and :mod
 those of a program under test.
 """
 
-from trainer.rewards.load import Part
 from trainer.rewards.outcome import Failed, Outcome, Score, TimedOut
 from trainer.rewards.scoring import Reward, open_reward, refuse_no_verdict, score_rollout
 
 __all__ = [
     "Failed",
     "Outcome",
-    "Part",
     "Reward",
     "Score",
     "TimedOut",

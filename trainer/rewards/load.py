@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from trainer.errors import RewardError
+from trainer.reward_parts import Part
 from trainer.rewards import functions
 from trainer.rewards.code import code, confined
 from trainer.rewards.service import Service
@@ -34,23 +34,6 @@ BUILT_IN: dict[str, RewardFunction] = {
     "length_penalty": functions.length_penalty,
     "code": code,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One reward of a run, as plain data that can be sent to a worker.
-
-    Attributes:
-        name: for metrics and messages.
-        function: a key of ``BUILT_IN``, ``http``, or ``path/to/file.py:function``.
-        weight: factor of its value in the sum.
-        options: keyword arguments for every call.
-    """
-
-    name: str
-    function: str
-    weight: float
-    options: Mapping[str, Any]
 
 
 def load_part(part: Part) -> RewardFunction | Service:

@@ -26,12 +26,12 @@ from socket import socketpair
 import msgpack
 
 from trainer.errors import RewardError
+from trainer.reward_parts import Item
 from trainer.rewards.outcome import Failed, Outcome
 from trainer.rewards.worker import (
     DONE,
     READY,
     UNUSABLE,
-    Item,
     Setup,
     decode,
     timed_out,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self
 
 from shared.protocol import Rollout, Sample
 from trainer.errors import RewardError
-from trainer.rewards.load import Part
+from trainer.reward_parts import Item, Part
 from trainer.rewards.outcome import Failed, Outcome
 from trainer.rewards.pool import WorkerPool
-from trainer.rewards.worker import Item, Setup
+from trainer.rewards.worker import Setup
 
 if TYPE_CHECKING:  # both import torch, which a worker has no use for
     from trainer.config import RewardConfig

@@ -26,7 +26,7 @@ from trainer.errors import RewardError
 from trainer.rewards.outcome import Failed, Outcome, TimedOut, failure, verdict
 
 if TYPE_CHECKING:
-    from trainer.rewards.worker import Item
+    from trainer.reward_parts import Item
 
 RETRY_S = 0.2
 """Wait before the first repetition; doubled after each."""

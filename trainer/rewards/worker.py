@@ -22,9 +22,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shared.protocol import Sample
 from trainer.errors import RewardError
-from trainer.rewards.load import Part, RewardFunction, load_part
+from trainer.reward_parts import Item, Part
+from trainer.rewards.load import RewardFunction, load_part
 from trainer.rewards.outcome import (
     Failed,
     Outcome,
@@ -38,16 +38,6 @@ from trainer.rewards.service import Service
 
 READY, UNUSABLE, PROGRESS, DONE = range(4)
 """First element of every message to the parent; the others are told at :func:`decode`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """What a reward function gets to see of one sample."""
-
-    prompt: Any
-    text: str
-    reference: str | None
-    sample: Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ _BY_KIND: dict[type[TitoError], str] = {
     errors.Conflict: "end the other trainer, wait, or use another server",
     errors.PreconditionFailed: "another program publishes to this server: end it, or use a lease",
     errors.WeightsRejected: "the server must serve the model that is trained: start it with "
-    "--model as in model.path. It goes on with the weights it had",
+    "--model as in model.path. It continues with the weights it had",
     errors.Unauthorized: "put a token that the server knows into the environment: TITO_TOKEN, "
     "or the variable that server.token_env names",
     errors.Forbidden: "use a token with that right, or give this one the right in --tokens-file",

@@ -221,7 +221,7 @@ def _servers(config: Config, learner: Learner, began: RunState, say: Say) -> Ite
 
 
 def how_to_resume(output: Path, ranks: int = 1) -> str:
-    """The command that goes on with a run, with as many processes."""
+    """The command that continues a run, with as many processes."""
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
     return f"{launcher} -m trainer train {shlex.quote(str(output / 'config.toml'))} --resume"
 
@@ -237,7 +237,7 @@ def _starting_point(root: Path, *, resume: bool) -> Path | None:
     if checkpoints(root):
         raise ConfigError(
             f"{root} holds those of another run",
-            advice="--resume goes on with it, another train.output starts a new one",
+            advice="--resume continues it, another train.output starts a new one",
         )
     return None
 

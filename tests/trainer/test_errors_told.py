@@ -149,7 +149,7 @@ def test_a_reward_that_raises(tell: Tell, server: FakeServer, tmp_path: Path) ->
     lines = tell(f"server.url={server.url}", f"reward.function={broken}")
     what = "none of 4 samples could be scored, most often: KeyError: 'no such thing'"
     assert_told(lines, what, f"fix the reward ({broken})")
-    # Nothing is left that would have to be gone on with.
+    # Nothing is left that would have to be continued.
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -222,7 +222,7 @@ def test_an_error_of_torch_that_is_no_lack_of_memory_stays(tell: Tell) -> None:
 
 def test_a_run_that_is_there_already(tell: Tell, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
-    assert_told(tell(), "holds those of another run", "--resume goes on with it")
+    assert_told(tell(), "holds those of another run", "--resume continues it")
 
 
 def test_a_disk_that_refuses(tell: Tell, tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ class ObjectiveConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """The optimizer and its schedule: linear warm-up, then constant."""
+    """The optimizer and its schedule."""
 
     name: str = Field(
         default="AdamW",
@@ -386,6 +386,11 @@ class OptimizerConfig(_Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     warmup_updates: CountOrNone = Field(
         default=0, description="Updates in which lr rises to its full size."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="What lr does then: it stays, or falls along a line or half a cosine until the "
+        "last update of train.steps.",
     )
     max_gradient_norm: float = Field(
         default=1.0, gt=0.0, description="Longer gradients are scaled down to this norm."

@@ -25,6 +25,7 @@ from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
 from trainer.ranks import ALONE, Ranks
+from trainer.schedule import build_scheduler
 from trainer.sharding import shard
 
 _OTHER_MODEL = "set model.path to a checkpoint's directory, or to the name of one on the hub"
@@ -95,7 +96,8 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
         checkpoint_layers(model, config.model.activation_checkpointing)
     _spread(models, finer, ranks)
     optimizer = build_optimizer(model, config.optimizer)
-    scheduler = build_scheduler(optimizer, config.optimizer.warmup_updates)
+    updates = config.train.steps * config.train.updates_per_rollout
+    scheduler = build_scheduler(optimizer, config.optimizer, updates)
     scaler = GradScaler(device.type, enabled=config.model.dtype == "float16")
     if checkpoint:
         restore_trainer(checkpoint, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
@@ -224,15 +226,6 @@ def build_optimizer(model: torch.nn.Module, options: OptimizerConfig) -> torch.o
         raise ConfigError(f"optimizer.options: {error}") from error
     optimizer.register_step_post_hook(lambda *_: round_masters(model))
     return optimizer
-
-
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, warmup_updates: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up to the full rate in update number ``warmup_updates``, then constant."""
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda update: min(1.0, (update + 1) / max(warmup_updates, 1))
-    )
 
 
 def seed_everything(seed: int) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shared.protocol import Rollout, Sample
-from trainer.config import Config, OptimizerConfig
+from trainer.config import Config
 from trainer.errors import ConfigError, TrainerError
-from trainer.learner import Learner, build_learner, build_optimizer, build_scheduler
+from trainer.learner import Learner, build_learner
 from trainer.ledger import fates_of_group
 from trainer.policy import token_logprobs
 from trainer.rewards import Failed, Outcome, Score
@@ -258,19 +258,6 @@ def test_the_learning_rate_is_that_of_the_last_update(setup: Setup, rollout: Rol
 
 def _rate(learner: Learner) -> float:
     return float(learner.optimizer.param_groups[0]["lr"])
-
-
-def test_warm_up_rises_linearly_and_stays() -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1.0))
-    scheduler = build_scheduler(optimizer, 4)
-    rates = []
-    for _ in range(6):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert build_scheduler(build_optimizer(model, OptimizerConfig(lr=1.0)), 0).get_last_lr() == [1]
 
 
 def test_a_model_that_is_not_there(make_config: Callable[..., Config], tmp_path: Path) -> None:

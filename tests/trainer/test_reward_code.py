@@ -229,6 +229,22 @@ def test_unix_sockets_are_out_of_reach(place: Path | None) -> None:
         assert reward(UNIX, tests, share=True) == 1.0
 
 
+@pytest.mark.parametrize("family", ["AF_UNIX", "AF_VSOCK", "AF_PACKET", "AF_ALG", "AF_CAN"])
+def test_sockets_that_no_namespace_keeps_apart_cannot_be_made(family: str) -> None:
+    program = (
+        "import socket\n"
+        "def made(family, kind=socket.SOCK_STREAM):\n"
+        "    try: socket.socket(getattr(socket, family), kind).close()\n"
+        "    except OSError as error: return error.errno\n"
+    )
+    tests = [
+        f"assert made({family!r}) == {errno.EPERM}",
+        "assert made('AF_INET') is None and made('AF_INET6') is None",
+        "assert made('AF_NETLINK', socket.SOCK_RAW) is None",
+    ]
+    assert reward(program, tests, share=True) == 1.0
+
+
 def test_event_loops_work() -> None:
     program = "import asyncio\ndef f(x): return asyncio.run(asyncio.sleep(0, x))"
     assert reward(program, "assert f(3) == 3") == 1.0

@@ -8,7 +8,7 @@ import resource
 import signal
 from typing import Any
 
-from trainer.jail.seccomp import no_unix_sockets
+from trainer.jail.seccomp import no_outside_sockets
 
 NOBODY = 65534
 _COVERED = (b"/proc", b"/run", b"/dev/shm", b"/dev/pts")
@@ -76,7 +76,7 @@ def drop_privileges(*, become_nobody: bool) -> None:
     _libc("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_V3, 0)
     _libc("capset", header, (ctypes.c_uint32 * 6)(keep, keep, 0, 0, 0, 0))
-    _libc("prctl", _SECCOMP, _MODE_FILTER, ctypes.byref(no_unix_sockets()), 0, 0)
+    _libc("prctl", _SECCOMP, _MODE_FILTER, ctypes.byref(no_outside_sockets()), 0, 0)
 
 
 def set_limits(options: dict[str, Any]) -> None:

@@ -390,7 +390,7 @@ class OptimizerConfig(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         description="What lr does then: it stays, or falls along a line or half a cosine until the "
-        "last update of train.steps.",
+        "last update of train.steps. A step without an update is not counted.",
     )
     max_gradient_norm: float = Field(
         default=1.0, gt=0.0, description="Longer gradients are scaled down to this norm."

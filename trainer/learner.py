@@ -25,7 +25,7 @@ from trainer.objective import Objective
 from trainer.packing import use_packing
 from trainer.policy import load_policy, load_reference
 from trainer.ranks import ALONE, Ranks
-from trainer.schedule import build_scheduler
+from trainer.schedule import build_scheduler, continue_schedule
 from trainer.sharding import shard
 
 _OTHER_MODEL = "set model.path to a checkpoint's directory, or to the name of one on the hub"
@@ -101,6 +101,7 @@ def build_learner(config: Config, checkpoint: Path | None, ranks: Ranks = ALONE)
     scaler = GradScaler(device.type, enabled=config.model.dtype == "float16")
     if checkpoint:
         restore_trainer(checkpoint, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+        continue_schedule(scheduler)
     else:
         seed_everything(config.train.seed)
     return Learner(

@@ -25,6 +25,19 @@ def build_scheduler(
     return LambdaLR(optimizer, lambda update: _share(update, options.warmup_updates, updates, fall))
 
 
+def continue_schedule(scheduler: LambdaLR) -> None:
+    """After both were restored: the next update has the rate of this schedule.
+
+    The optimizer's state holds that of the schedule under which it was written, of a run that may
+    have been shorter.
+    """
+    parts = zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    )
+    for group, rate, share in parts:
+        group["lr"] = rate * share(scheduler.last_epoch)
+
+
 def _share(update: int, warmup: int, updates: int, fall: Callable[[float], float]) -> float:
     """Of the full rate, in an update; they count from 0."""
     if update < warmup:

@@ -9,7 +9,7 @@ import torch
 
 from trainer.config import OptimizerConfig
 from trainer.learner import build_optimizer
-from trainer.schedule import build_scheduler
+from trainer.schedule import build_scheduler, continue_schedule
 
 
 def rates(updates: int, made: int, **options: Any) -> list[float]:
@@ -46,6 +46,22 @@ def test_half_a_cosine_is_flat_at_both_ends_and_halved_in_the_middle() -> None:
 def test_more_updates_are_made_at_the_rate_of_the_last(schedule: str) -> None:
     found = rates(3, 6, schedule=schedule)
     assert found[3:] == [found[2]] * 3 != [0.0] * 3
+
+
+def test_a_run_that_became_longer_continues_on_its_new_line() -> None:
+    config = OptimizerConfig(lr=2.0, schedule="linear")
+    old = build_optimizer(torch.nn.Linear(1, 1), config)
+    shorter = build_scheduler(old, config, 4)
+    for _ in range(3):
+        old.step()
+        shorter.step()
+    new = build_optimizer(torch.nn.Linear(1, 1), config)
+    longer = build_scheduler(new, config, 8)
+    new.load_state_dict(old.state_dict())
+    longer.load_state_dict(shorter.state_dict())
+    assert new.param_groups[0]["lr"] == pytest.approx(0.5)
+    continue_schedule(longer)
+    assert new.param_groups[0]["lr"] == pytest.approx(2.0 * 5 / 8)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

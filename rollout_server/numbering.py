@@ -6,6 +6,7 @@ import asyncio
 
 from rollout_server.policies import Policy
 from rollout_server.spool import Spool
+from rollout_server.staging import storage_errors
 
 
 class Numbering:
@@ -19,6 +20,7 @@ class Numbering:
     def __init__(self, policy: Policy, spool: Spool) -> None:
         self._policy, self._spool = policy, spool
         self._ahead = 0
+        self._reserving = asyncio.Lock()
 
     def next(self) -> int:
         """Of the version that becomes live next."""
@@ -31,11 +33,16 @@ class Numbering:
         """Have on the disk that the next number is taken, before a token is labelled with it.
 
         The file that would tell comes later. Who calls this beforehand need not wait for it then.
+
+        Raises:
+            InsufficientStorage: the disk is full.
         """
-        if self._ahead <= self._policy.newest_number:
-            self._ahead = await asyncio.to_thread(self._reserved)
+        async with self._reserving:
+            if self._ahead <= self._policy.newest_number:
+                self._ahead = await asyncio.to_thread(self._reserved)
 
     def _reserved(self) -> int:
         number = self.next()
-        self._spool.reserve(self._policy.name, number)
+        with storage_errors():
+            self._spool.reserve(self._policy.name, number)
         return number

@@ -85,6 +85,7 @@ class Policy:
         files: canonical checkpoint of that version.
         adapter: what requests run on, for a LoRA policy.
         digests: digest of each version so far, also of one that is just being loaded.
+        announced: that one; tokens of it may be there already.
         changed: notified whenever another version is live.
     """
 
@@ -101,6 +102,7 @@ class Policy:
         self.files = files
         self.adapter = adapter
         self.digests = {version: digest}
+        self.announced: int | None = None
         self.changed = asyncio.Condition()
         self.history: deque[Publish] = deque()
 
@@ -152,6 +154,7 @@ class Policy:
     def announce(self, version: int, digest: str) -> None:
         """A version may be live before :meth:`advance` says so; its number is taken."""
         self.digests[version] = digest
+        self.announced = version
 
     async def advance(
         self,
@@ -174,7 +177,7 @@ class Policy:
             if earlier.state is PublishState.LIVE:
                 earlier.state = PublishState.SUPERSEDED
         publish.state, publish.version, publish.digest = PublishState.LIVE, version, digest
-        self.version, self.adapter = version, adapter
+        self.version, self.adapter, self.announced = version, adapter, None
         self.digests[version] = digest
         if durable:
             self.durable_version, self.files = version, files
@@ -187,6 +190,7 @@ class Policy:
 
     async def go_back(self) -> int:
         """Make the newest version that can be restored the live one again; its number."""
+        self.announced = None
         if not self.is_durable:
             for publish in self.history:
                 if publish.version == self.version:

@@ -208,9 +208,11 @@ class _Label:
 
     def _end(self) -> dict[str, str]:
         policy = self._policy
-        if policy.version == self._version:
+        # The engine may have gone on with a version before this process was told.
+        version = policy.version if policy.announced is None else policy.announced
+        if version == self._version:
             return {}
-        return {END_VERSION_HEADER: str(policy.version), END_DIGEST_HEADER: policy.digest}
+        return {END_VERSION_HEADER: str(version), END_DIGEST_HEADER: policy.digests[version]}
 
 
 def _look(body: bytes, path: str, service: Service) -> Asked:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 from starlette.datastructures import Headers
 
@@ -59,7 +59,9 @@ class Origins:
 
     def _is_own(self, host: str) -> bool:
         name = _name(host)
-        return self._names is None or name in self._names or _is_address(name)
+        own = self._names
+        # Names below localhost lead nowhere else (RFC 6761).
+        return own is None or name in own or name.endswith(f".{_LOCALHOST}") or _is_address(name)
 
 
 def _is_foreign(headers: Headers) -> bool:
@@ -73,14 +75,19 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 def _name(host: str) -> str:
-    """A host without its port, and without the brackets of an address."""
+    """A host without its port, its last dot, and the brackets of an address."""
     parts = _HOST.fullmatch(host.lower())
-    return parts[1].strip("[]") if parts else host
+    return parts[1].strip("[]").removesuffix(".") if parts else host
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address to listen on."""
-    return host == _LOCALHOST or (_is_address(host) and ip_address(host).is_loopback)
+    name = _name(host) if not _is_address(host) else host
+    if not _is_address(name):
+        return name == _LOCALHOST
+    address = ip_address(name)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _is_address(text: str) -> bool:

@@ -89,8 +89,9 @@ class ServerSettings(BaseSettings):
     allowed_hosts: list[str] = _setting(
         [],
         "Network",
-        "Names that people call this server by, besides localhost and addresses (repeatable); "
-        "without any, a server on loopback takes no other, and one on more than that every name.",
+        "Names that people call this server by, besides localhost and addresses (repeatable), "
+        "such as host.docker.internal; without any, a server on loopback takes no other, and one "
+        "on more than that every name.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
         "info", "Network", "Least severe messages shown."

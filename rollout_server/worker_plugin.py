@@ -154,8 +154,8 @@ def _mend_cpu_waits() -> None:
     """Let an engine that waits leave its cores to others, such as the trainer on this machine.
 
     vLLM's processes poll for a second after each message before they sleep, which is longer than a
-    small model's training step. They yield meanwhile, but Linux divides cores among sessions and
-    containers first: yielding helps only processes of the same one.
+    small model's training step. They yield meanwhile, but Linux divides cores among groups of
+    processes first (autogroups, containers): yielding helps only those of the same group.
     """
     from vllm.platforms import current_platform
 

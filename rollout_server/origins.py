@@ -59,9 +59,7 @@ class Origins:
 
     def _is_own(self, host: str) -> bool:
         name = _name(host)
-        own = self._names
-        # Names below localhost lead nowhere else (RFC 6761).
-        return own is None or name in own or name.endswith(f".{_LOCALHOST}") or _is_address(name)
+        return self._names is None or name in self._names or _is_address(name)
 
 
 def _is_foreign(headers: Headers) -> bool:

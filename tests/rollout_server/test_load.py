@@ -293,7 +293,8 @@ def test_nothing_that_takes_long_runs_on_the_loop(
     watch(PromptEncoder, "encode")
     watch(PromptEncoder, "decode")
     watch(rollouts, "_sample")
-    assert wide.post("big", 8, prompts=["1+1=", [5, 6]], text=True, **settings).is_success
+    prompts = ["1+1=", *[[5, 6] * 50] * 50]  # more bytes than are soon read
+    assert wide.post("big", 8, prompts=prompts, text=True, **settings).is_success
     assert seen.keys() == {encoding, "decode", "validated", "encode", "_sample"}
     assert wide.engine.loop_thread not in set().union(*seen.values())
 

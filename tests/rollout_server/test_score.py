@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,15 @@ def test_every_score_is_that_of_the_weights_it_names(
             while not stop.is_set():
                 scores.extend(own.score([prompt] * 4, [completion] * 4))
 
+    def is_scored(digest: str, before: int) -> bool:
+        return any(score.digest == digest for score in scores[before:])
+
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(score_on) for _ in range(3)]
         for index in range(8):
-            before = len(scores)
-            client.reload(lazy((second, first)[index % 2].tensors))
-            eventually(lambda before=before: len(scores) > before, 60)  # type: ignore[misc]
+            before, weights = len(scores), (second, first)[index % 2]
+            client.reload(lazy(weights.tensors))
+            eventually(partial(is_scored, weights.digest, before), 60)
         stop.set()
         for future in futures:
             future.result(120)

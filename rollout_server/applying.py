@@ -7,8 +7,9 @@ them no more, before a single token is generated. When that fails too, nothing i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from rollout_server.arrivals import CANONICAL_FILE
@@ -109,11 +110,8 @@ class WeightSwitch:
         if options.mode is PauseMode.DRAIN:  # which may have to be called off
             with stage(publish, "pause"):
                 await self._pause(engine, options)
-        try:
+        async with self._undone_if_it_fails(publish, engine):
             await self._switch(publish, links, version, digest, options.mode)
-        except Exception as error:
-            publish.state = PublishState.ROLLED_BACK
-            raise await self._restored(engine, error) from error
         await self._policy.advance(publish, version, digest, durable=False)
 
     async def _switch(
@@ -187,13 +185,19 @@ class WeightSwitch:
         publish.state = PublishState.APPLYING
         with stage(publish, "pause"):
             await self._pause(engine, options)
-        try:
+        async with self._undone_if_it_fails(publish, engine):
             await load()
+        with stage(publish, "resume"):
+            await self._resume(engine)
+
+    @contextlib.asynccontextmanager
+    async def _undone_if_it_fails(self, publish: Publish, engine: Engine) -> AsyncIterator[None]:
+        """Restore the last good weights if what is inside raises, before it is told."""
+        try:
+            yield
         except Exception as error:
             publish.state = PublishState.ROLLED_BACK
             raise await self._restored(engine, error) from error
-        with stage(publish, "resume"):
-            await self._resume(engine)
 
     async def _clear(self, retired: list[Path]) -> None:
         """Remove versions that are not kept, after the answer but before another retires."""

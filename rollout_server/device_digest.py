@@ -123,9 +123,7 @@ class DeviceVerification:
             rows[row] = np.frombuffer(digest, np.uint8)
             if not is_finite:
                 broken.add(tensor)
-        specs = self._layout.specs
-        hashes = self._pieces.hashes(digests.tobytes(), len(specs))
-        return Verdict(hashes, [specs[index].name for index in sorted(broken)])
+        return Verdict.of(self._layout, self._pieces, digests.tobytes(), broken)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -80,7 +80,7 @@ def _name(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address to listen on."""
-    name = _name(host) if not _is_address(host) else host
+    name = _name(host)
     if not _is_address(name):
         return name == _LOCALHOST
     address = ip_address(name)

@@ -32,6 +32,12 @@ class Verdict:
     hashes: list[str]
     not_finite: list[str]
 
+    @classmethod
+    def of(cls, layout: Layout, pieces: Pieces, digests: bytes, broken: set[int]) -> Verdict:
+        """From the digests of all pieces, and which tensors are not finite."""
+        hashes = pieces.hashes(digests, len(layout.specs))
+        return cls(hashes, [layout.specs[index].name for index in sorted(broken)])
+
 
 class Verification(Protocol):
     """Looks at one buffer, again and again. One look at a time."""
@@ -93,9 +99,7 @@ class HostVerification:
 
     def finished(self) -> Verdict:
         broken = set().union(*(look.result() for look in self._pending))
-        specs = self._layout.specs
-        hashes = self._pieces.hashes(bytes(self._digests), len(specs))
-        return Verdict(hashes, [specs[index].name for index in sorted(broken)])
+        return Verdict.of(self._layout, self._pieces, bytes(self._digests), broken)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -85,6 +85,28 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def half_config(
+    make_config: Callable[..., Config], untrained_model: Path
+) -> Callable[[str, dict[str, Any]], Callable[..., Config]]:
+    """Of a dtype and an optimizer; ``model`` adds to its section, others replace theirs."""
+
+    def of(dtype: str, optimizer: dict[str, Any]) -> Callable[..., Config]:
+        def build(model: dict[str, Any] | None = None, **sections: Any) -> Config:
+            known: dict[str, Any] = {
+                "model": {"path": str(untrained_model), "device": "cpu", "dtype": dtype}
+                | (model or {}),
+                "objective": {"name": "dapo"},
+                "optimizer": optimizer,
+                "train": {"micro_batch_tokens": 40},
+            }
+            return make_config(**{**known, **sections})
+
+        return build
+
+    return of
+
+
+@pytest.fixture
 def score_texts() -> Callable[..., list[Outcome]]:
     """Score completions of one task with workers; keyword arguments are the reward's section."""
 

@@ -39,18 +39,8 @@ ConfigOf = Callable[..., Config]
 
 
 @pytest.fixture
-def config_of(make_config: ConfigOf, untrained_model: Path) -> ConfigOf:
-    def build(model: dict[str, Any] | None = None, **sections: Any) -> Config:
-        known: dict[str, Any] = {
-            "model": {"path": str(untrained_model), "device": "cpu", "dtype": "float16"}
-            | (model or {}),
-            "objective": {"name": "dapo"},
-            "optimizer": {"lr": 1e-4, "warmup_updates": 9},
-            "train": {"micro_batch_tokens": 40},
-        }
-        return make_config(**{**known, **sections})
-
-    return build
+def config_of(half_config: Callable[..., ConfigOf]) -> ConfigOf:
+    return half_config("float16", {"lr": 1e-4, "warmup_updates": 9})
 
 
 def step(learner: Learner, config: Config, factor: float = 1.0) -> Update:

@@ -31,19 +31,9 @@ ConfigOf = Callable[..., Config]
 
 
 @pytest.fixture
-def config_of(make_config: ConfigOf, untrained_model: Path) -> ConfigOf:
-    def build_config(model: dict[str, Any] | None = None, **sections: Any) -> Config:
-        known: dict[str, Any] = {
-            "model": {"path": str(untrained_model), "device": "cpu", "dtype": "bfloat16"}
-            | (model or {}),
-            "objective": {"name": "dapo"},
-            # Steps as long as the gradient says; AdamW's would depend on the signs of its smallest.
-            "optimizer": {"lr": RATE, "eps": 1e-4},
-            "train": {"micro_batch_tokens": 40},
-        }
-        return make_config(**{**known, **sections})
-
-    return build_config
+def config_of(half_config: Callable[..., ConfigOf]) -> ConfigOf:
+    # Steps as long as the gradient says; AdamW's would depend on the signs of its smallest.
+    return half_config("bfloat16", {"lr": RATE, "eps": 1e-4})
 
 
 def taught(config: Config, steps: int = 5) -> Learner:

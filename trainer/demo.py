@@ -143,7 +143,9 @@ def rollout_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
     port = _free_port()
     command = [sys.executable, "-m", "rollout_server", "--model", str(model), "--port", str(port)]
     # So small a model gains less from CUDA graphs than it takes to compile and capture them.
-    command += ["--max-model-len", str(CONTEXT), "--eager", *flags]
+    command += ["--max-model-len", str(CONTEXT), "--eager"]
+    # A share of a GPU that others use too might not be free, and is not needed.
+    command += ["--kv-cache-gib", "1", "--memory-share", "0.1", *flags]
     with _terminable(), log.open("wb") as output:
         process = subprocess.Popen(
             command,

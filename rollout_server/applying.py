@@ -12,8 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from rollout_server.arrivals import CANONICAL_FILE
 from rollout_server.attempts import PublishOptions, stage
+from rollout_server.checkpoint_file import CANONICAL_FILE
 from rollout_server.checkpoints import Verified
 from rollout_server.engine import Engine, EngineDied
 from rollout_server.numbering import Numbering

@@ -8,28 +8,22 @@ verified when the last byte is in.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from rollout_server.checkpoints import (
-    Checkpoint,
-    Manifest,
-    Verified,
-    reject_unfit,
-    verify,
-)
+from rollout_server.checkpoint_file import CheckpointFile, OpenFile, TensorRun
+from rollout_server.checkpoints import Manifest, Verified
 from rollout_server.sinks import Sink
-from rollout_server.staged_files import StagedFile, WrittenFile
+from rollout_server.staged_files import WrittenFile
 from rollout_server.staging import UploadLimits
-from rollout_server.tensor_check import TensorCheck, TensorLook
+from rollout_server.tensor_check import TensorCheck
 from shared.delta_reader import OPENING_BYTES, parse_base
 from shared.errors import BodyTooLarge, MalformedBody
-from shared.weights import PREFIX_BYTES, TRAILER_BYTES, TensorRange, header_length, parse_header
+from shared.weights import PREFIX_BYTES, TRAILER_BYTES, header_length
 
 SENT_FILE = "sent.safetensors"
-CANONICAL_FILE = "canonical.safetensors"
 _HEAD_BYTES = 128 << 10  # room for most headers; they tell whether there is use in the rest
 
 
@@ -57,110 +51,84 @@ class CheckpointArrival:
     """A safetensors file, perhaps followed by its digest as 32 hex characters.
 
     Args:
-        path: where it is staged.
-        open_file: opens the file there that will have so many bytes.
-        manifest: what the model needs.
+        path, open_file, manifest, max_bytes: see :class:`CheckpointFile`.
         announced: digest of the tensors as they are sent, if it was given beforehand.
         trailer: whether it comes afterwards.
-        max_bytes: largest file.
     """
 
     def __init__(
         self,
         path: Path,
-        open_file: Callable[[Path, int], StagedFile],
+        open_file: OpenFile,
         manifest: Manifest,
         *,
         announced: str | None,
         trailer: bool,
         max_bytes: int,
     ) -> None:
-        self._path, self._open_file = path, open_file
-        self._manifest = manifest
+        self._begin = partial(CheckpointFile, path, open_file, manifest, max_bytes=max_bytes)
         self._announced = announced
         self._trailer_bytes = TRAILER_BYTES if trailer else 0
-        self._max_bytes = max_bytes
-        self._file: StagedFile | None = None
+        self._file: CheckpointFile | None = None
+        self._run: TensorRun | None = None
         self._head, self._tail = bytearray(_HEAD_BYTES), bytearray(self._trailer_bytes + 1)
         self._headed = self._tailed = 0
-        self._position = self._end = 0
-        self._ahead: deque[TensorRange] = deque()
-        self._look: TensorLook | None = None
-        self._checks: dict[str, TensorCheck] = {}
 
     def room(self) -> memoryview:
         if self._file is None:
             return memoryview(self._head)[self._headed :]
-        if self._position < self._end:
-            return self._file.room(self._end - self._position)
+        if self._run is not None and self._run.left:
+            return self._run.room()
         return memoryview(self._tail)[self._tailed :]
 
     def filled(self, count: int) -> None:
         if self._file is None:
             self._headed += count
-            if self._begins():
-                self._put(memoryview(self._head)[: self._headed])
-        elif self._position < self._end:
-            self._look_at(self._file.filled(count))
+            if (end := self._header_end()) <= self._headed:
+                self._open(end)
+        elif self._run is not None and self._run.left:
+            self._run.filled(count)
         else:
             self._tailed += count
             if self._tailed > self._trailer_bytes:
-                raise MalformedBody(f"the checkpoint goes on after byte {self._end}, its end")
+                raise MalformedBody(f"the checkpoint goes on after byte {self._file.end}, its end")
 
-    def _begins(self) -> bool:
-        """Whether the header is here, in which case it fits the model."""
+    def _header_end(self) -> int:
+        """Where it is; at least one byte ahead where that is not known."""
         if self._headed < PREFIX_BYTES:
-            return False
+            return PREFIX_BYTES
         end = PREFIX_BYTES + header_length(bytes(self._head[:PREFIX_BYTES]))
-        if self._headed < end:
-            if len(self._head) < end:
-                self._head = self._head.ljust(end, b"\0")
-            return False
-        self._ahead.extend(ranges := parse_header(bytes(self._head[PREFIX_BYTES:end])))
-        reject_unfit({item.spec.name: item.spec for item in ranges}, self._manifest)
-        self._end = max((item.end for item in ranges), default=end)
-        if self._end > self._max_bytes:
-            raise BodyTooLarge(f"the upload exceeds {self._max_bytes} bytes")
-        self._file = self._open_file(self._path, self._end)
-        return True
+        if len(self._head) < end:
+            self._head = self._head.ljust(end, b"\0")
+        return end
 
-    def _put(self, content: memoryview) -> None:
-        """Bring the header where it belongs, and what has come with it."""
+    def _open(self, start: int) -> None:
+        """Now that all of the header is there, and perhaps what has come with it."""
+        self._file = file = self._begin(head=bytes(self._head[:start]))
+        if start < file.end:
+            self._run = file.run(start, file.end)
+        content = memoryview(self._head)[start : self._headed]
         while content:
             room = self.room()[: len(content)]
             room[:] = content[: len(room)]
             content = content[len(room) :]
             self.filled(len(room))
 
-    def _look_at(self, piece: memoryview) -> None:
-        start, self._position = self._position, self._position + len(piece)
-        while self._ahead and self._ahead[0].start <= self._position:
-            item = self._ahead[0]
-            if self._look is None:
-                served = self._manifest.served_dtype(item.spec.name)
-                self._look = TensorLook(item.spec, served)
-            self._look.update(piece[max(item.start - start, 0) : item.end - start])
-            if item.end > self._position:
-                return
-            self._checks[item.spec.name] = self._look.result()
-            self._look = None
-            self._ahead.popleft()
+    @property
+    def checks(self) -> Mapping[str, TensorCheck]:
+        """Of the tensors that are whole, by name."""
+        return {} if self._file is None else self._file.checks
 
     def verified(self) -> Verified:
-        if self._file is None or self._position < self._end:
+        left = 0 if self._run is None else self._run.left
+        if self._file is None or left:
             header_length(bytes(self._head[: min(self._headed, PREFIX_BYTES)]))
+            end = self._file.end if self._file else 0
             raise MalformedBody(
-                f"the checkpoint is cut short: it is {self._position or self._headed} bytes; "
-                f"its header says {self._end or 'more'}"
+                f"the checkpoint is cut short: it is {end - left or self._headed} bytes; "
+                f"its header says {end or 'more'}"
             )
-        self._file.end()
-        announced = self._digest() if self._trailer_bytes else self._announced
-        canonical = self._path.with_name(CANONICAL_FILE)
-        with Checkpoint([self._path]) as sent:
-            verified = verify(sent, self._manifest, announced, canonical, self._checks)
-        if self._path not in verified.files:
-            self._path.unlink()
-        return verified
+        return self._file.verified(self._digest() if self._trailer_bytes else self._announced)
 
     def _digest(self) -> str:
         digest = bytes(self._tail[: self._tailed])
@@ -169,6 +137,7 @@ class CheckpointArrival:
         return digest.decode()
 
     def close(self) -> None:
+        self._run = None  # which has a view of the file's memory
         if self._file is not None:
             self._file.close()
 
@@ -184,16 +153,17 @@ class FileSink:
     def __init__(self, path: Path, limits: UploadLimits) -> None:
         self._file = WrittenFile(path)
         self._max_bytes = limits.max_bytes
+        self._content = self._file.part(0, self._max_bytes)
         self._size = 0
 
     def room(self) -> memoryview:
-        return self._file.room(self._max_bytes + 1)
+        return self._content.room(self._max_bytes + 1)
 
     def filled(self, count: int) -> None:
         self._size += count
         if self._size > self._max_bytes:
             raise BodyTooLarge(f"the upload exceeds {self._max_bytes} bytes")
-        self.look_at(self._file.filled(count))
+        self.look_at(self._content.filled(count))
 
     def look_at(self, piece: memoryview) -> None:
         """See what comes on its way."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from rollout_server import staging
 from rollout_server.applying import WeightSwitch
 from rollout_server.arrivals import (
-    CANONICAL_FILE,
     SENT_FILE,
     Arrival,
     CheckpointArrival,
@@ -29,6 +28,7 @@ from rollout_server.arrivals import (
 )
 from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.channel_publishing import ChannelPublisher, Turns
+from rollout_server.checkpoint_file import CANONICAL_FILE
 from rollout_server.checkpoints import (
     Checkpoint,
     Manifest,

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rollout_server.sinks import ROOM_BYTES
-from rollout_server.staging import open_over, write_all
+from rollout_server.staging import open_over, write_at
 
 _STEP_BYTES = 8 << 20
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
-class StagedFile(Protocol):
-    """A file that is filled from its start on."""
+class FilePart(Protocol):
+    """A part of a file that is filled from its start on, by one thread at a time."""
 
     def room(self, most: int) -> memoryview:
         """Where the next bytes shall be: some, up to ``most``.
@@ -40,8 +40,16 @@ class StagedFile(Protocol):
         """
         ...
 
-    def end(self) -> None:
-        """The file ends here; it may have been a longer one before."""
+
+class StagedFile(Protocol):
+    """A file that is filled in parts, which threads may do side by side."""
+
+    def part(self, start: int, end: int) -> FilePart:
+        """What lies in ``[start, end)``."""
+        ...
+
+    def end(self, size: int) -> None:
+        """All of so many bytes is there; the file may have been a longer one before."""
         ...
 
     def close(self) -> None:
@@ -58,20 +66,30 @@ class WrittenFile:
 
     def __init__(self, path: Path) -> None:
         self._file = open_over(path)
+
+    def part(self, start: int, end: int) -> FilePart:  # noqa: ARG002 - it takes what comes
+        return _WrittenPart(self._file.fileno(), start)
+
+    def end(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _WrittenPart:
+    def __init__(self, descriptor: int, start: int) -> None:
+        self._descriptor, self._position = descriptor, start
         self._buffer = memoryview(bytearray(ROOM_BYTES))
 
     def room(self, most: int) -> memoryview:
         return self._buffer[:most]
 
     def filled(self, count: int) -> memoryview:
-        write_all(self._file.fileno(), [self._buffer[:count]])
-        return self._buffer[:count]
-
-    def end(self) -> None:
-        self._file.truncate()
-
-    def close(self) -> None:
-        self._file.close()
+        piece = self._buffer[:count]
+        write_at(self._descriptor, piece, self._position)
+        self._position += count
+        return piece
 
 
 class _Mapping:
@@ -81,7 +99,7 @@ class _Mapping:
         descriptor: of the file; closed with this.
 
     Attributes:
-        ready: bytes, from the start on, that the file has and that are mapped.
+        ready: bytes, from the start on, that the file had and that were mapped when it was begun.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -99,25 +117,23 @@ class _Mapping:
             self.ready = 0
         return memoryview(self._content)[:size]
 
-    def make_ready(self, end: int) -> None:
-        """Give the file memory up to here; without it, a write would be the end of this process.
+    def make_ready(self, start: int, end: int) -> None:
+        """Give the file memory here; without it, a write would be the end of this process.
 
         Raises:
             OSError: there is none.
         """
         assert self._content is not None
-        end = min(max(end, self.ready + _STEP_BYTES), len(self._content))
-        start = self.ready - self.ready % mmap.PAGESIZE
+        start -= start % mmap.PAGESIZE
         os.posix_fallocate(self._file, start, end - start)
         with contextlib.suppress(OSError):  # else each page is mapped when it is written to
             self._content.madvise(_MADV_POPULATE_WRITE, start, end - start)
-        self.ready = end
 
-    def truncate(self, size: int) -> None:
-        """Let the file end here."""
+    def end(self, size: int) -> None:
+        """All of the file has been filled; let it end here."""
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
-        self.ready = min(self.ready, size)
+        self.ready = size
 
     def has_gone(self) -> bool:
         """Whether nothing names the file any more."""
@@ -138,23 +154,42 @@ class MappedFile:
 
     def __init__(self, mapping: _Mapping, size: int) -> None:
         self._mapping, self._content = mapping, mapping.begin(size)
-        self._position = 0
+
+    def part(self, start: int, end: int) -> FilePart:
+        return _MappedPart(self._mapping, self._content[:end], start)
+
+    def end(self, size: int) -> None:
+        self._mapping.end(size)
+
+    def close(self) -> None:
+        self._content = memoryview(b"")
+
+
+class _MappedPart:
+    """A part of a file in memory.
+
+    Args:
+        mapping: of the file.
+        content: of the file, up to the part's end.
+        start: of the part.
+    """
+
+    def __init__(self, mapping: _Mapping, content: memoryview, start: int) -> None:
+        self._mapping, self._content, self._position = mapping, content, start
+        self._ready = max(start, mapping.ready)
 
     def room(self, most: int) -> memoryview:
-        end = min(self._position + min(most, ROOM_BYTES), len(self._content))
-        if end > self._mapping.ready:
-            self._mapping.make_ready(end)
+        last = len(self._content)
+        end = min(self._position + min(most, ROOM_BYTES), last)
+        if end > self._ready:
+            ready = min(max(end, self._ready + _STEP_BYTES), last)
+            self._mapping.make_ready(self._ready, ready)
+            self._ready = ready
         return self._content[self._position : end]
 
     def filled(self, count: int) -> memoryview:
         start, self._position = self._position, self._position + count
         return self._content[start : self._position]
-
-    def end(self) -> None:
-        self._mapping.truncate(self._position)
-
-    def close(self) -> None:
-        self._content = memoryview(b"")
 
 
 class MappedFiles:

@@ -100,6 +100,14 @@ def write_all(descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
             left[0] = left[0][count:]
 
 
+def write_at(descriptor: int, piece: memoryview, start: int) -> None:
+    """Write a piece at its place in a file."""
+    while piece:
+        # A write may be short just before the disk is full.
+        count = os.pwrite(descriptor, piece, start)
+        piece, start = piece[count:], start + count
+
+
 def cut_trailer(path: Path) -> str:
     """Remove the digest that follows a safetensors file, and return it.
 

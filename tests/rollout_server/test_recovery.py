@@ -672,7 +672,7 @@ def test_a_full_disk_whatever_the_filesystem(
     with fake(tiny_model, None, staging_dir=tmp_path) as (client, engine):
         before = list(engine.calls)
         with monkeypatch.context() as patch:
-            patch.setattr(staged_files, "write_all", full)
+            patch.setattr(staged_files, "write_at", full)
             patch.setattr(os, "posix_fallocate", full)
             with pytest.raises(InsufficientStorage):
                 client.reload(lazy(first.tensors))

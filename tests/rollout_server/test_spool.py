@@ -153,11 +153,13 @@ def test_a_file_in_memory_stays_mapped_until_it_has_gone(memory: Path) -> None:
         folder = spool.stage()
         file = spool.open_over(folder / "a.safetensors", size)
         content = bytes([version]) * size
-        for start in range(0, size, 700):
-            piece = content[start : start + 700]
-            file.room(len(piece))[:] = piece
-            assert file.filled(len(piece)) == piece
-        file.end()
+        parts = file.part(0, 2000), file.part(2000, size)
+        for start in range(0, size, 500):
+            piece, part = content[start : start + 500], parts[start >= 2000]
+            part.room(len(piece))[:] = piece
+            assert part.filled(len(piece)) == piece
+        file.end(size)
+        del parts, part
         file.close()
         inodes.append((folder / "a.safetensors").stat().st_ino)
         record = record_now(version, f"{version:032}", BASE, "me")

@@ -25,7 +25,17 @@ from rollout_server.origins import Origins
 from rollout_server.pauses import Pauses
 from rollout_server.recent import RecentGroups
 from rollout_server.routes import channels as channel_routes
-from rollout_server.routes import openai, policies, reload, rollout, score, status, viewer, vllm_rl
+from rollout_server.routes import (
+    openai,
+    policies,
+    reload,
+    reload_parts,
+    rollout,
+    score,
+    status,
+    viewer,
+    vllm_rl,
+)
 from rollout_server.service import Startup
 from rollout_server.settings import ServerSettings
 from rollout_server.traced import TracedRequests
@@ -111,7 +121,7 @@ def _add_routes(
     leases: Leases,
     recent: RecentGroups | None,
 ) -> None:
-    for module in (rollout, score, reload, policies, channel_routes, status):
+    for module in (rollout, score, reload, reload_parts, policies, channel_routes, status):
         app.include_router(module.router)
     if settings.rl_routes:
         app.state.pauses = Pauses(startup, leases, settings.rl_silence)

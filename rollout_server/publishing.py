@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from rollout_server import staging
 from rollout_server.applying import WeightSwitch
@@ -28,7 +30,7 @@ from rollout_server.arrivals import (
 )
 from rollout_server.attempts import Ended, PublishOptions, attempt, stage, to_its_end
 from rollout_server.channel_publishing import ChannelPublisher, Turns
-from rollout_server.checkpoint_file import CANONICAL_FILE
+from rollout_server.checkpoint_file import CANONICAL_FILE, CheckpointFile
 from rollout_server.checkpoints import (
     Checkpoint,
     Manifest,
@@ -47,6 +49,18 @@ from shared.protocol import ReloadResult
 from shared.weights import encode_header
 
 _SPARE_HEADER_BYTES = 64 << 10
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=_Closable)
+
+
+async def _poured(pour: Pour, arrival: Arrival) -> Callable[[], Verified]:
+    await pour(arrival)
+    return arrival.verified
 
 
 class Publisher:
@@ -121,7 +135,7 @@ class Publisher:
             EngineFailure: the load failed; the message says what is live now.
         """
 
-        def begin(folder: Path) -> Arrival:
+        def begin(folder: Path) -> CheckpointArrival:
             return CheckpointArrival(
                 folder / SENT_FILE,
                 self._spool.open_over,
@@ -131,7 +145,33 @@ class Publisher:
                 max_bytes=self._limits.max_bytes,
             )
 
-        return await self._upload(pour, begin, options)
+        return await self._upload(begin, partial(_poured, pour), options)
+
+    async def publish_parts(
+        self,
+        head: bytes,
+        brought: Callable[[CheckpointFile], Awaitable[str | None]],
+        *,
+        options: PublishOptions,
+    ) -> ReloadResult:
+        """Publish a safetensors file that comes in parts.
+
+        Args:
+            head: its first bytes, to the end of its header.
+            brought: waits until all of the rest is there; the digest, if the sender tells it.
+
+        Raises:
+            TitoError: as :meth:`publish_stream` does.
+        """
+
+        def begin(folder: Path) -> CheckpointFile:
+            open_file, most = self._spool.open_over, self._limits.max_bytes
+            return CheckpointFile(folder / SENT_FILE, open_file, self.manifest, head, most)
+
+        async def bring(file: CheckpointFile) -> Callable[[], Verified]:
+            return partial(file.verified, await brought(file))
+
+        return await self._upload(begin, bring, options)
 
     async def publish_delta(self, pour: Pour, *, options: PublishOptions) -> ReloadResult:
         """Publish the difference to the live version.
@@ -140,11 +180,11 @@ class Publisher:
             Conflict: it was made from another version; ``details`` has the live one.
         """
 
-        def begin(folder: Path) -> Arrival:
+        def begin(folder: Path) -> DeltaArrival:
             file = folder / "sent.delta"
             return DeltaArrival(file, self._limits, self._require_live, self._apply_delta)
 
-        return await self._upload(pour, begin, options)
+        return await self._upload(begin, partial(_poured, pour), options)
 
     def _apply_delta(self, delta: Path, base: str) -> Verified:
         out = delta.with_name(CANONICAL_FILE)
@@ -205,10 +245,16 @@ class Publisher:
 
     async def _upload(
         self,
-        pour: Pour,
-        begin: Callable[[Path], Arrival],
+        begin: Callable[[Path], A],
+        bring: Callable[[A], Awaitable[Callable[[], Verified]]],
         options: PublishOptions,
     ) -> ReloadResult:
+        """Publish what comes into a staging folder.
+
+        Args:
+            begin: makes room for it there.
+            bring: waits until it is there; what it returns says what it is.
+        """
         await options.checked()
         with attempt(self._policy, options, self._ended) as publish, self._slots.taken():
             with staging.storage_errors():
@@ -219,7 +265,7 @@ class Publisher:
                 with stage(publish, "upload"), contextlib.ExitStack() as on_failure:
                     on_failure.callback(arrival.close)
                     with staging.storage_errors():
-                        await pour(arrival)
+                        verified = await bring(arrival)
                     on_failure.pop_all()
             except BaseException:
                 await asyncio.to_thread(self._spool.discard, folder)
@@ -227,7 +273,7 @@ class Publisher:
 
             def check() -> Verified:
                 with contextlib.closing(arrival):
-                    return arrival.verified()
+                    return verified()
 
             return await to_its_end(self._publish(publish, folder, check, options))
 

@@ -24,6 +24,7 @@ from rollout_server.checkpoints import (
 from rollout_server.engine import Engine
 from rollout_server.jobs import Jobs, Retention
 from rollout_server.metrics import Metrics
+from rollout_server.parted_uploads import MAX_PARTS, PartedUploads
 from rollout_server.policies import Policies, Policy
 from rollout_server.prompts import PromptEncoder
 from rollout_server.publishing import Publisher
@@ -52,6 +53,7 @@ UNKNOWN_DIGEST = "0" * 32
 """Digest of weights that never were a checkpoint (``load_format="dummy"``)."""
 _STARTING_RETRY_S = 2.0
 _COPY_S = 60.0
+_IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Service:
     encoder: PromptEncoder
     policies: Policies
     publisher: Publisher
+    uploads: PartedUploads
     adapters: AdapterPublisher
     admission: Admission
     rollouts: RolloutService
@@ -95,6 +98,7 @@ class Service:
                 "max_queued_tokens": settings.max_queued_tokens,
                 "max_body_bytes": settings.max_body_bytes,
                 "max_upload_bytes": settings.max_upload_bytes,
+                "max_upload_parts": MAX_PARTS,
                 "max_sleep_level": self.max_sleep_level,
             },
         )
@@ -160,6 +164,7 @@ class Startup:
         """Stop the engine and let go of the spool."""
         if self._service is not None:
             self._service.jobs.close()
+            await self._service.uploads.close()
             await self._service.publisher.turns.settled(_COPY_S)
         await self._supervisor.close()
         if self._spool is not None:
@@ -192,6 +197,7 @@ class Startup:
             encoder=encoder,
             policies=policies,
             publisher=publisher,
+            uploads=PartedUploads(publisher, min(settings.body_silence, _IDLE_S)),
             adapters=adapters,
             admission=admission,
             rollouts=rollouts,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 
-from shared import calls, channel, tracing
+from shared import calls, channel, parts, tracing
 from shared.async_lease import AsyncLease
 from shared.async_streams import AsyncRolloutStream
 from shared.calls import Call, Pieces, PromptLike, Target
@@ -110,12 +110,24 @@ class AsyncRolloutClient:
         """See :meth:`shared.client.RolloutClient.reload`."""
         to = Target(**target)
         if base is None:
-            return await self._call(calls.reload_stream(tensors, to, adapter_config))
+            return await self._reload_whole(tensors, to, adapter_config)
         result = await self._try_delta(tensors, to, base)
         if result is None:
-            result = await self._call(calls.reload_stream(base.record(tensors), to, None))
+            result = await self._reload_whole(base.record(tensors), to, None)
         await asyncio.to_thread(base.commit)
         return result
+
+    async def _reload_whole(
+        self,
+        tensors: Sequence[LazyTensor],
+        to: Target,
+        adapter_config: Mapping[str, Any] | None,
+    ) -> ReloadResult:
+        if adapter_config is None and parts.are_worth_it(tensors, to):
+            cut = parts.Parts(tensors, await self.info())
+            if len(cut.parts) > 1:
+                return await parts.publish_async(self._call, cut, to)
+        return await self._call(calls.reload_stream(tensors, to, adapter_config))
 
     async def _try_delta(
         self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase

@@ -25,6 +25,7 @@ from shared.protocol import (
     FRAMES,
     IDEMPOTENCY_HEADER,
     MSGPACK,
+    OCTETS,
     PROTOCOL_VERSION,
     SAFETENSORS,
     PauseMode,
@@ -33,7 +34,7 @@ from shared.protocol import (
     Score,
     ServerInfo,
 )
-from shared.weights import LazyTensor, stream_checkpoint, stream_length
+from shared.weights import LazyTensor, encode_header, stream_checkpoint, stream_length
 
 if TYPE_CHECKING:
     from shared.arrays import IdArray
@@ -176,6 +177,41 @@ def reload_stream(
         DIGEST_HEADER: DIGEST_TRAILER,
     }
     return _reload(target, headers, lambda: stream_checkpoint(tensors, metadata))
+
+
+def begin_parts(tensors: Sequence[LazyTensor], target: Target) -> Call[str]:
+    """``POST /reload/parts``: publish a checkpoint whose tensors come in parts; the upload's id."""
+    head = encode_header(tensor.spec for tensor in tensors)
+    params = {k: v for k, v in target.params().items() if k != "policy"}
+    headers = target.headers(SAFETENSORS)
+    path = "/reload/parts"
+    return Call("POST", path, _read_id, headers, params, lambda: head, repeatable=False)
+
+
+def bring_part(id: str, start: int, nbytes: int, pieces: Callable[[], Pieces]) -> Call[None]:
+    """``PUT /reload/parts/{id}``: tensors that begin at ``start`` in the file."""
+    headers = {"content-type": OCTETS, "content-length": str(nbytes)}
+    path, params = f"/reload/parts/{quote(id, safe='')}", {"start": str(start)}
+    return Call("PUT", path, lambda _: None, headers, params, pieces)
+
+
+def end_parts(id: str, digest: str) -> Call[ReloadResult]:
+    """``POST /reload/parts/{id}``: publish what has come."""
+    body, headers = encode({"digest": digest}, MSGPACK), {"content-type": MSGPACK}
+    path = f"/reload/parts/{quote(id, safe='')}"
+    return Call("POST", path, read_reload, headers, body=lambda: body, repeatable=False)
+
+
+def give_up_parts(id: str) -> Call[None]:
+    """``DELETE /reload/parts/{id}``."""
+    return Call("DELETE", f"/reload/parts/{quote(id, safe='')}", lambda _: None, repeatable=False)
+
+
+def _read_id(document: Any) -> str:
+    try:
+        return str(document["id"])
+    except (KeyError, TypeError) as error:
+        raise MalformedBody(f"not a /reload/parts answer: {error!r}") from None
 
 
 def reload_delta(

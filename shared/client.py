@@ -178,12 +178,26 @@ class RolloutClient:
         """
         to = Target(**target)
         if base is None:
-            return self._call(calls.reload_stream(tensors, to, adapter_config))
+            return self._reload_whole(tensors, to, adapter_config)
         result = self._try_delta(tensors, to, base)
         if result is None:
-            result = self._call(calls.reload_stream(base.record(tensors), to, None))
+            result = self._reload_whole(base.record(tensors), to, None)
         base.commit()
         return result
+
+    def _reload_whole(
+        self,
+        tensors: Sequence[LazyTensor],
+        to: Target,
+        adapter_config: Mapping[str, Any] | None,
+    ) -> ReloadResult:
+        from shared import parts
+
+        if adapter_config is None and parts.are_worth_it(tensors, to):
+            cut = parts.Parts(tensors, self.info())
+            if len(cut.parts) > 1:
+                return parts.publish(self._call, cut, to)
+        return self._call(calls.reload_stream(tensors, to, adapter_config))
 
     def _try_delta(
         self, tensors: Sequence[LazyTensor], to: Target, base: DeltaBase

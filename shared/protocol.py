@@ -20,6 +20,7 @@ PROTOCOL_VERSION = 1
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 SAFETENSORS = "application/x-safetensors"
+OCTETS = "application/octet-stream"
 DELTA = "application/x-tito-delta"
 FRAMES = "application/x-tito-frames"
 """A stream of msgpack maps, each behind its length."""

@@ -301,6 +301,22 @@ class ReloadFromPath(BaseModel):
     digest: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="Expected digest.")
 
 
+class PartQuery(BaseModel):
+    """Query of ``PUT /reload/parts/{id}``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: int = Field(ge=0, description="Where in the file the first of these tensors begins.")
+
+
+class PartsEnd(BaseModel):
+    """Body of ``POST /reload/parts/{id}``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    digest: str | None = Field(None, pattern=r"^[0-9a-f]{32}$", description="Expected digest.")
+
+
 class LeaseRequest(BaseModel):
     """Body of ``POST /policies/{name}/lease``."""
 

@@ -13,6 +13,7 @@ It protects against torn and mislabelled weights, not against forgery; bearer to
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,12 @@ class LazyTensor:
     Attributes:
         spec: what the receiver is told.
         load: returns the contiguous little-endian bytes, ``spec.nbytes`` long; called once.
+        begin: begins to produce them, and does not wait; called before ``load``, or not at all.
     """
 
     spec: TensorSpec
     load: Callable[[], bytes | bytearray | memoryview]
+    begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +197,26 @@ def stream_checkpoint(
         ValueError: a tensor produced another number of bytes than its spec says.
     """
     yield encode_header((tensor.spec for tensor in tensors), metadata)
-    hashes: list[tuple[TensorSpec, str]] = []
-    for tensor in tensors:
+    hashes: dict[TensorSpec, str] = {}
+    yield from stream_tensors(tensors, hashes)
+    yield checkpoint_digest(hashes.items()).encode()
+
+
+def stream_tensors(
+    tensors: Sequence[LazyTensor], hashes: dict[TensorSpec, str]
+) -> Iterator[memoryview]:
+    """The bytes of tensors, in pieces; each begins to be produced while the one before it is sent.
+
+    Args:
+        hashes: where each one's hash is noted once it is known.
+
+    Raises:
+        ValueError: a tensor produced another number of bytes than its spec says.
+    """
+    for tensor, after in itertools.zip_longest(tensors, tensors[1:]):
+        tensor.begin()
+        if after is not None:
+            after.begin()
         data = memoryview(tensor.load()).cast("B")
         if len(data) != tensor.spec.nbytes:
             raise ValueError(f"{tensor.spec} produced {len(data)} bytes, not {tensor.spec.nbytes}")
@@ -204,5 +225,4 @@ def stream_checkpoint(
             piece = data[start : start + _CHUNK_BYTES]
             whole.update(piece)  # it is then in the cache when it is sent
             yield piece
-        hashes.append((tensor.spec, whole.hexdigest()))
-    yield checkpoint_digest(hashes).encode()
+        hashes[tensor.spec] = whole.hexdigest()

@@ -7,7 +7,6 @@ a GPU one is copied while the one before it is sent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -37,24 +36,17 @@ SAFETENSORS_NAMES = {
 
 @dataclass
 class _Load:
-    """Produces one tensor's bytes, on demand.
-
-    Attributes:
-        after: produces those of the tensor that is sent next.
-    """
+    """Produces one tensor's bytes, on demand."""
 
     tensor: Merged
     dtype: torch.dtype
     first: torch.dtype
-    after: _Load | None = None
     _copied: Callable[[], Tensor] | None = None
 
     def __call__(self) -> memoryview:
         self.begin()
         assert self._copied is not None
         copied, self._copied = self._copied, None
-        if self.after is not None and self.after.tensor.base.is_cuda:
-            self.after.begin()
         # numpy has no bfloat16, so the bytes are viewed before they leave torch.
         return copied().flatten().view(torch.uint8).numpy().data
 
@@ -96,12 +88,12 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> list[LazyTensor]
 
 
 def lazy_tensors(tensors: Iterable[tuple[str, Merged]], dtype: torch.dtype) -> list[LazyTensor]:
-    """The same for some tensors; sent in this order."""
-    lazy = [_lazy(name, tensor, dtype, dtype) for name, tensor in tensors]
-    loads = [load for _, load in lazy]
-    for load, after in itertools.pairwise(loads):
-        load.after = after
-    return [LazyTensor(spec, load) for spec, load in lazy]
+    """The same for some tensors."""
+    lazy = [(tensor, *_lazy(name, tensor, dtype, dtype)) for name, tensor in tensors]
+    return [
+        LazyTensor(spec, load, load.begin) if tensor.base.is_cuda else LazyTensor(spec, load)
+        for tensor, spec, load in lazy
+    ]
 
 
 def tensors_digest(model: nn.Module, dtype: torch.dtype, served: torch.dtype) -> str:

@@ -71,8 +71,9 @@ def test_from_a_gpu_one_tensor_is_copied_while_another_is_sent() -> None:
     named = [(name, Merged(tensor, None)) for name, tensor in tensors.items()]
     for _ in range(2):  # the memory is used again
         sent = lazy_tensors(named, torch.bfloat16)
+        sent[1].begin()
         held = [sent[0].load()]
-        tensors["1"].zero_()  # begun before
+        tensors["1"].zero_()
         held += [tensor.load() for tensor in sent[1:]]
         for data, tensor in zip(held, kept.values(), strict=True):
             there = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)

@@ -85,12 +85,12 @@ class Merged:
     def __call__(self) -> Tensor:
         if self.layer is None:
             return whole(master_of(self.base))
-        # In float32 at least: the product of two bfloat16 factors is finer than their sum.
-        wide = torch.promote_types(self.base.dtype, torch.float32)
-        down = master_of(self.layer.get_parameter(f"lora_A.{ADAPTER}.weight")).to(wide)
-        up = master_of(self.layer.get_parameter(f"lora_B.{ADAPTER}.weight")).to(wide)
+        # So wide that the order of summing, in which devices differ, is lost in rounding: weights
+        # are known by their digest, which must be the same wherever they are merged again.
+        down = master_of(self.layer.get_parameter(f"lora_A.{ADAPTER}.weight")).double()
+        up = master_of(self.layer.get_parameter(f"lora_B.{ADAPTER}.weight")).double()
         scale: float = self.layer.scaling[ADAPTER]
-        return self.base.to(wide) + scale * (up @ down)
+        return self.base.double() + scale * (up @ down)
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Merged]]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
 from shared.protocol import Rollout, Sample
-from tests.trainer.fake_servers import fake_servers
-from trainer.config import Config
+from tests.trainer.fake_servers import FakeServer, fake_servers
+from trainer.config import Config, LoraConfig
 from trainer.errors import CheckpointError
 from trainer.exam import (
     checkpoint_path,
@@ -23,6 +24,7 @@ from trainer.exam import (
     judge,
     strict_judge,
 )
+from trainer.lora import ADAPTER, add_lora
 from trainer.policy import load_policy
 from trainer.prompts import Task, held_out_tasks
 from trainer.publish import publish
@@ -131,11 +133,14 @@ def test_checkpoints_are_examined_and_the_server_gets_its_own_back(
 
 
 @pytest.fixture
-def fake(untrained_model: Path, tmp_path: Path) -> Iterator[RolloutClient]:
-    with (
-        fake_servers(untrained_model, tmp_path / "staging", 1) as (server,),
-        RolloutClient(server.url) as client,
-    ):
+def server(untrained_model: Path, tmp_path: Path) -> Iterator[FakeServer]:
+    with fake_servers(untrained_model, tmp_path / "staging", 1) as (server,):
+        yield server
+
+
+@pytest.fixture
+def fake(server: FakeServer) -> Iterator[RolloutClient]:
+    with RolloutClient(server.url) as client:
         yield client
 
 
@@ -154,28 +159,64 @@ def examined(client: RolloutClient, config: Config, checkpoints: list[str]) -> l
         return [exam.name for exam in exams]
 
 
+@pytest.fixture
+def after_run(
+    untrained_model: Path, tmp_path: Path, make_config: Callable[..., Config]
+) -> Callable[[Any], Config]:
+    """Leaves a model as the last checkpoint of a run; the run's configuration."""
+
+    def save(model: Any) -> Config:
+        latest = tmp_path / "run" / "checkpoints" / "step-000007" / "model"
+        model.save_pretrained(latest)
+        AutoTokenizer.from_pretrained(untrained_model).save_pretrained(latest)
+        return make_config(
+            model={"path": str(untrained_model)},
+            evaluation={"prompts": 2, "max_tokens": 4},
+            train={"output": str(tmp_path / "run")},
+        )
+
+    return save
+
+
 def test_a_run_gets_back_what_it_had_published(
-    fake: RolloutClient,
-    trained: Any,
-    untrained_model: Path,
-    tmp_path: Path,
-    make_config: Callable[..., Any],
+    fake: RolloutClient, trained: Any, after_run: Callable[[Any], Config]
 ) -> None:
     """As it is after a run: its last weights are served, and kept in its last checkpoint."""
-    config = make_config(
-        model={"path": str(untrained_model)},
-        evaluation={"prompts": 2, "max_tokens": 4},
-        train={"output": str(tmp_path / "run")},
-    )
-    latest = tmp_path / "run" / "checkpoints" / "step-000007" / "model"
-    trained.save_pretrained(latest)
-    AutoTokenizer.from_pretrained(untrained_model).save_pretrained(latest)
+    config = after_run(trained)
     with fake.lease() as lease:
         live = publish(fake, trained, torch.bfloat16, fence=lease.fence)
     for checkpoints in (["base", "latest"], ["latest", "base"], ["base"]):
         assert examined(fake, config, checkpoints) == checkpoints
         assert fake.info().digest == live.digest
         assert fake.info().version > live.version
+
+
+def sum_in_another_order(model: Any) -> None:
+    """As another device would: turns the rank's components round, which changes no product."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            down, up = (layer.get_parameter(f"lora_{x}.{ADAPTER}.weight") for x in "AB")
+            down.copy_(down.flip(0))
+            up.copy_(up.flip(1))
+
+
+@torch.no_grad()
+def test_a_run_gets_back_an_adapter_that_was_merged_on_another_device(
+    fake: RolloutClient, untrained_model: Path, after_run: Callable[[Any], Config]
+) -> None:
+    model = load_policy(str(untrained_model))
+    add_lora(model, LoraConfig(rank=16))
+    dice = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.normal_(generator=dice)
+    config = after_run(model)
+    sum_in_another_order(model)
+    with fake.lease() as lease:
+        live = publish(fake, model, torch.bfloat16, fence=lease.fence)
+    assert examined(fake, config, ["base"]) == ["base"]
+    assert fake.info().digest == live.digest
+    assert fake.info().version > live.version
 
 
 def test_weights_that_could_not_be_given_back_are_left_alone(

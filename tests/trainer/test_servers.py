@@ -82,6 +82,16 @@ def runs(server: FakeServer, requests: int) -> bool:
     return server.engine.running == requests
 
 
+@contextlib.contextmanager
+def restarted_unseen(pool_of: Any, server: FakeServer, step: int) -> Iterator[ServerPool]:
+    """A pool that does not know that its server came back, with the weights of its beginning."""
+    with pool_of([server.url]) as pool:
+        pool.publish(step)
+        server.kill()
+        server.start()
+        yield pool
+
+
 def join_all(pool: ServerPool) -> None:
     def all_current() -> bool:
         pool.ensure()
@@ -177,14 +187,15 @@ def test_a_dead_server_is_left_out_and_rejoins_with_the_current_weights(
 def test_a_server_that_restarts_unseen_is_not_asked_for_what_it_served_before(
     servers: list[FakeServer], pool_of: Any
 ) -> None:
-    server = servers[0]
-    with pool_of([server.url]) as pool:
-        pool.publish(7)
-        server.kill()
-        server.start()
-        # The pool does not know: the request's precondition is what stops it.
+    with restarted_unseen(pool_of, servers[0], 7) as pool:
+        # The request's precondition is what stops it.
         answer = in_background(lambda: pool.rollout([[1]], group_size=1), "first")
-        eventually(lambda: pool.ensure() or answer.done(), 60)
+
+        def answered() -> bool:
+            pool.ensure()
+            return answer.done()
+
+        eventually(answered, 60)
         assert pool.published.staleness(answer.result().samples[0], 8) == 0
 
 
@@ -296,11 +307,7 @@ def test_a_server_that_dies_in_an_evaluation_is_left_out(
 def test_a_server_that_restarted_is_evaluated_with_the_weights_of_the_step(
     servers: list[FakeServer], pool_of: Any
 ) -> None:
-    server = servers[0]
-    with pool_of([server.url]) as pool:
-        pool.publish(3)
-        server.kill()
-        server.start()
+    with restarted_unseen(pool_of, servers[0], 3) as pool:
         (sample,) = of_policy(pool, 3, [[5]], **ASKED).samples
         assert pool.published.staleness(sample, 4) == 0
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import TrainerError
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -41,6 +43,21 @@ def accuracies(evaluations: Sequence[dict[str, Any]]) -> list[tuple[int, float]]
     """``(step, greedy accuracy)`` of the evaluations in which some answer got a verdict."""
     found = [(e["step"], e["greedy"]["accuracy"]) for e in evaluations]
     return [(step, accuracy) for step, accuracy in found if accuracy is not None]
+
+
+def before_and_after(run: Path) -> tuple[float, float]:
+    """Greedy accuracy of a run's first and of its last evaluation.
+
+    Raises:
+        TrainerError: in one of the two no answer got a verdict.
+    """
+    evaluations = read_records(run / "evaluation.jsonl")
+    known = dict(accuracies(evaluations))
+    first, last = evaluations[0]["step"], evaluations[-1]["step"]
+    if unknown := sorted({first, last} - known.keys()):
+        steps = " and ".join(map(str, unknown))
+        raise TrainerError(f"no answer of the evaluation after step {steps} could be scored")
+    return known[first], known[last]
 
 
 def save_curve(curve: Curve, path: Path) -> None:

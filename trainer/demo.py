@@ -31,7 +31,7 @@ from shared.client import RolloutClient
 from shared.errors import EngineUnavailable, ServerUnreachable
 from trainer.config import Config
 from trainer.config_file import load_config
-from trainer.curve import read_curve, read_records, save_curve, terminal_curve
+from trainer.curve import before_and_after, read_curve, read_records, save_curve, terminal_curve
 from trainer.errors import TrainerError
 from trainer.tiny_policy import ensure_tiny_policy
 from trainer.train import train
@@ -211,10 +211,14 @@ def _free_port() -> int:
 
 
 def summarise(run: Path, seconds: float, training_seconds: float) -> Summary:
-    """The result of a run, from its files."""
+    """The result of a run, from its files.
+
+    Raises:
+        TrainerError: its accuracy before or after is not known.
+    """
     metrics = read_records(run / "metrics.jsonl")
     evaluations = read_records(run / "evaluation.jsonl")
-    before, after = (evaluations[index]["greedy"]["accuracy"] for index in (0, -1))
+    before, after = before_and_after(run)
     versions = {m["sampled_version"] for m in metrics}
     versions |= {e["greedy"]["version"] for e in evaluations}
     return Summary(

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from tests.bench.results import median, report
-from trainer.curve import read_records
+from trainer.curve import before_and_after, read_records
 from trainer.demo import demo_config, rollout_server
 from trainer.tiny_policy import ensure_tiny_policy_at
 from trainer.train import train
@@ -64,9 +64,7 @@ def measure(
     config = demo_config(model, url, folder, overrides)
     assert train(config, console=Console(file=io.StringIO()))
     steps = read_records(folder / "metrics.jsonl")
-    before, after = (
-        record["greedy"]["accuracy"] for record in read_records(folder / "evaluation.jsonl")
-    )
+    before, after = before_and_after(folder)
     seconds = sum(s["rollout_seconds"] + s["update_seconds"] + s["publish_seconds"] for s in steps)
     samples = config.rollout.prompts_per_step * config.rollout.group_size * len(steps)
 

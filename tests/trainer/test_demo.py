@@ -20,7 +20,7 @@ from trainer.demo import demo_config, rollout_server, run_demo, summarise
 from trainer.errors import TrainerError
 
 
-def write_run(directory: Path, *, before: float, after: float) -> Path:
+def write_run(directory: Path, *, before: float | None, after: float | None) -> Path:
     metrics = [
         {"step": s, "updates": int(s != 2), "reward_mean": None if s == 2 else 0.25 * s,
          "version": s, "sampled_version": s - 1}
@@ -51,6 +51,13 @@ def test_summary_and_verdict(tmp_path: Path, before: float, after: float, passed
     assert summary.passed is passed
     assert (summary.before, summary.after, summary.steps) == (before, after, 2)
     assert (summary.final_version, summary.versions_seen) == (3, [0, 1, 2, 3])
+
+
+def test_without_a_verdict_there_is_no_summary(tmp_path: Path) -> None:
+    for before, after, steps in ((0.4, None, "3"), (None, 0.9, "0"), (None, None, "0 and 3")):
+        run = write_run(tmp_path, before=before, after=after)
+        with pytest.raises(TrainerError, match=f"after step {steps} could be scored"):
+            summarise(run, 12.34, 10.0)
 
 
 def test_curve_is_drawn_in_both_forms(tmp_path: Path) -> None:

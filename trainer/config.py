@@ -119,7 +119,9 @@ class ServerConfig(_Section):
         default=600.0, gt=0, description="Seconds without a byte before giving up."
     )
     ready_timeout: float = Field(
-        default=300.0, ge=0, description="Seconds to wait for one at the start, or when all fail."
+        default=300.0,
+        ge=0,
+        description="Seconds to wait for one at the start, when all fail, and in eval for room.",
     )
     publish_dtype: DType = Field(
         default="bfloat16", description="What weights are cast to for sending."

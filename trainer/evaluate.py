@@ -8,12 +8,14 @@ answers.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shared.calls import PromptLike
+from shared.errors import Overloaded
 from shared.protocol import Rollout
 from trainer.background import in_background, wait_for
 from trainer.config import Config
@@ -23,6 +25,7 @@ from trainer.rewards import Failed, Outcome, Reward, Score, score_rollout
 from trainer.servers import ServerPool
 
 _ATTEMPTS = 3
+_MAX_PAUSE_S = 10.0
 
 Rollouts = Callable[..., Rollout]
 """Answers prompts, with the arguments of :meth:`shared.client.RolloutClient.rollout`."""
@@ -105,6 +108,26 @@ def of_policy(
         f"the policy after step {step} was to be evaluated, and older ones have answered",
         advice="look at the servers' logs: their engines go back to earlier weights",
     )
+
+
+def patient(rollouts: Rollouts, seconds: float) -> Rollouts:
+    """The same, but asked again while the server is busy, for no more than some seconds.
+
+    What it returns raises Overloaded when there was no room in all that time.
+    """
+
+    def asked(prompts: Sequence[PromptLike], **settings: Any) -> Rollout:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return rollouts(prompts, **settings)
+            except Overloaded as error:
+                pause = min(error.retry_after or 1.0, _MAX_PAUSE_S)
+                if time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
+
+    return asked
 
 
 def measure(

@@ -33,7 +33,7 @@ from trainer.agreement import refuse_other_tokenizer
 from trainer.checkpoint import latest_checkpoint
 from trainer.config import Config
 from trainer.errors import CheckpointError
-from trainer.evaluate import ask
+from trainer.evaluate import ask, patient
 from trainer.masters import finer_values, keep_masters
 from trainer.policy import load_policy
 from trainer.prompts import Task
@@ -79,13 +79,18 @@ class Exam:
 def examine(
     client: RolloutClient, config: Config, tasks: Sequence[Task], reward: Reward, *, name: str
 ) -> Exam:
-    """Ask the served policy all problems and judge the answers."""
+    """Ask the served policy all problems and judge the answers.
+
+    Raises:
+        Overloaded: the server was too busy with others for ``server.ready_timeout``.
+    """
     count = config.evaluation.samples
-    greedy = ask(client.rollout, config, tasks, group_size=1, temperature=0.0)
+    answers = patient(client.rollout, config.server.ready_timeout)
+    greedy = ask(answers, config, tasks, group_size=1, temperature=0.0)
     rollouts = {"greedy": greedy}
     if count:
         rollouts["sampled"] = ask(
-            client.rollout,
+            answers,
             config,
             tasks,
             group_size=count,

@@ -16,11 +16,14 @@ from rollout_server.app import create_app
 from rollout_server.engine import Completion, VersionSpan
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
+from shared.errors import Overloaded
 from shared.requests import SamplingSettings
 from tests.conftest import free_port
 from tests.rollout_server.support import FakeEngine, eventually
 
 WORDS = 200
+MORE_THAN_A_CLIENT_TRIES = 6
+"""Refusals after which whoever asks has to go on asking; the client by itself has given up."""
 
 
 @dataclass
@@ -29,15 +32,20 @@ class WordyEngine(FakeEngine):
 
     Attributes:
         asked: seeds of the groups that were begun, in order.
+        busy: how many of the next groups find no room.
         lag: by how many versions the weights that sample lie behind those that were loaded.
     """
 
     asked: list[int | None] = field(default_factory=list)
+    busy: int = 0
     lag: int = 0
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingSettings, n: int, *_: Any
     ) -> list[Completion]:
+        if self.busy > 0:
+            self.busy -= 1
+            raise Overloaded("no room", retry_after=0.01)
         self.asked.append(sampling.seed)
         await super().generate(prompt_ids, sampling, n)
         dice = random.Random(sampling.seed if sampling.seed is not None else sum(prompt_ids))

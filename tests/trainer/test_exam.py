@@ -12,13 +12,15 @@ from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
+from shared.errors import Overloaded
 from shared.protocol import Rollout, Sample
-from tests.trainer.fake_servers import FakeServer, fake_servers
+from tests.trainer.fake_servers import MORE_THAN_A_CLIENT_TRIES, FakeServer, fake_servers
 from trainer.config import Config, LoraConfig
 from trainer.errors import CheckpointError
 from trainer.exam import (
     checkpoint_path,
     estimates,
+    examine,
     examine_checkpoints,
     form_judge,
     judge,
@@ -228,3 +230,29 @@ def test_weights_that_could_not_be_given_back_are_left_alone(
     with pytest.raises(CheckpointError, match="could not get them back"):
         examined(fake, config, ["base"])
     assert (fake.info().version, fake.info().digest) == (live.version, live.digest)
+
+
+def test_a_busy_server_is_asked_again_until_patience_ends(
+    server: FakeServer,
+    fake: RolloutClient,
+    trained: Any,
+    untrained_model: Path,
+    make_config: Callable[..., Config],
+) -> None:
+    def exam(patience: float) -> int:
+        config = make_config(
+            model={"path": str(untrained_model)},
+            server={"ready_timeout": patience},
+            evaluation={"prompts": 1, "max_tokens": 4},
+        )
+        with open_reward(config.reward) as reward:
+            return examine(fake, config, held_out_tasks(config), reward, name="served").problems
+
+    with fake.lease() as lease:
+        publish(fake, trained, torch.bfloat16, fence=lease.fence)
+    server.engine.busy = MORE_THAN_A_CLIENT_TRIES
+    assert exam(60) == 1
+    assert server.engine.busy == 0
+    server.engine.busy = MORE_THAN_A_CLIENT_TRIES
+    with pytest.raises(Overloaded, match="no room"):
+        exam(0)

@@ -16,7 +16,7 @@ from shared.client import RolloutClient
 from shared.errors import Conflict, EngineFailure, ServerUnreachable
 from shared.tokens import tokenizer_fingerprint
 from tests.rollout_server.support import eventually
-from tests.trainer.fake_servers import FakeServer, fake_servers
+from tests.trainer.fake_servers import MORE_THAN_A_CLIENT_TRIES, FakeServer, fake_servers
 from trainer import publish
 from trainer.background import in_background
 from trainer.errors import MismatchError
@@ -310,6 +310,18 @@ def test_a_server_that_restarted_is_evaluated_with_the_weights_of_the_step(
     with restarted_unseen(pool_of, servers[0], 3) as pool:
         (sample,) = of_policy(pool, 3, [[5]], **ASKED).samples
         assert pool.published.staleness(sample, 4) == 0
+
+
+def test_an_evaluation_waits_for_room_on_a_busy_server(
+    servers: list[FakeServer], pool_of: Any
+) -> None:
+    server = servers[0]
+    with pool_of([server.url]) as pool:
+        pool.publish(3)
+        server.engine.busy = MORE_THAN_A_CLIENT_TRIES
+        assert of_policy(pool, 3, [[5]], **ASKED).samples
+        assert server.engine.busy == 0
+        assert pool.troubles() is None
 
 
 def test_older_weights_of_the_run_are_not_taken_for_those_of_the_step(

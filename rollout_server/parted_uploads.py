@@ -31,7 +31,7 @@ from shared.errors import (
 )
 from shared.protocol import ReloadResult
 
-MAX_PARTS = min(8, os.cpu_count() or 1)
+MAX_PARTS = max(2, min(8, os.cpu_count() or 1))
 """Requests that bring one upload at a time; each keeps a thread busy."""
 _PART_RETRY_S = 1.0
 _MISSING_SHOWN = 5
@@ -146,7 +146,7 @@ class PartedUpload:
         """
         self._check_going_on()
         if self._runs:
-            raise Conflict(f"{len(self._runs)} requests are still bringing parts of the upload")
+            raise Conflict(f"parts of the upload are still on their way: {len(self._runs)}")
         if missing := self._file.missing:
             problems = [
                 Problem(item.spec.name, "nothing", f"bytes {item.start} to {item.end}")

@@ -26,7 +26,7 @@ from schemathesis import GenerationMode
 from rollout_server.app import create_app
 from rollout_server.settings import ServerSettings
 from shared.client import RolloutClient
-from shared.protocol import JSON, MSGPACK
+from shared.protocol import JSON, MSGPACK, SAFETENSORS
 from tests.rollout_server.support import FakeEngine, serving
 
 TIMEOUT_S = 60
@@ -41,6 +41,11 @@ OTHERS = (
     r"^/(v1|pause|resume|sleep|wake_up|is_paused|is_sleeping|reset_prefix_cache|get_world_size|"
     r"server_info|init_weight|start_weight|update_weight|finish_weight)"
 )
+
+
+@schemathesis.serializer(SAFETENSORS)
+def _as_it_is(_: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
 
 
 @pytest.fixture(scope="module")

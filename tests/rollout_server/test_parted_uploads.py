@@ -20,7 +20,7 @@ from rollout_server.settings import ServerSettings
 from shared import parts as client_parts
 from shared.client import RolloutClient
 from shared.protocol import FENCE_HEADER, JSON, SAFETENSORS
-from shared.weights import TensorRange, parse_header
+from shared.weights import TensorRange, parse_header, stream_tensors
 from tests.rollout_server.fakes import tokens_file
 from tests.rollout_server.support import (
     EMBEDDING,
@@ -103,8 +103,10 @@ class Sender:
         return list(self.staging.glob("**/staging/*"))
 
     @contextlib.contextmanager
-    def half(self, id: str, start: int, content: bytes) -> Iterator[socket.socket]:
-        """A connection on which half of a part has been sent."""
+    def half(
+        self, id: str, start: int, content: bytes, under_way: int = 1
+    ) -> Iterator[socket.socket]:
+        """A connection on which half of a part has been sent, so that so many are under way."""
         url = self.http.base_url
         head = (
             f"PUT /reload/parts/{id}?start={start} HTTP/1.1\r\nHost: localhost\r\n"
@@ -112,6 +114,8 @@ class Sender:
         )
         with socket.create_connection((url.host, url.port or 80), 30) as line:
             line.sendall(head.encode() + content[: len(content) // 2])
+            told = f"still on their way: {under_way}"
+            eventually(lambda: told in self.end(id).text)
             yield line
 
 
@@ -191,10 +195,10 @@ def test_a_part_that_breaks_off_can_be_sent_again(
     (a, b), (c, d) = file.cuts(2)
     assert sender.bring(id, a, file.raw[a:b]).is_success
     with sender.half(id, c, file.raw[c:d]):
-        eventually(lambda: sender.bring(id, c, file.raw[c:d]).status_code == 409)
+        assert sender.bring(id, c, file.raw[c:d]).status_code == 409
         early = sender.end(id)
         assert early.status_code == 409
-        assert "still bringing" in early.text
+        assert "still on their way: 1" in early.text
     eventually(lambda: sender.bring(id, c, file.raw[c:d]).is_success)
     assert sender.bring(id, a, file.raw[a:b]).is_success, "whole ones may come again, too"
     assert sender.end(id, first.digest).json()["digest"] == first.digest
@@ -242,9 +246,7 @@ def test_values_that_are_not_finite(sender: Sender, first: Weights) -> None:
     ("offset", "length", "where"),
     [(1, -1, "start"), (0, -1, "end"), (0, 0, "start"), (10**9, 10, "start"), (-8, 8, "start")],
 )
-def test_no_whole_tensors(
-    sender: Sender, file: File, offset: int, length: int, where: str
-) -> None:
+def test_no_whole_tensors(sender: Sender, file: File, offset: int, length: int, where: str) -> None:
     id = sender.begun(file)
     first = file.ranges[0]
     content = bytes(length if length >= 0 else first.end - first.start + length)
@@ -286,7 +288,7 @@ def test_given_up(start: Start, file: File) -> None:
         assert (busy.status_code, busy.json()["error"]["code"]) == (429, "overloaded")
         (a, b), _ = file.cuts(2)
         with sender.half(id, a, file.raw[a:b]) as line:
-            eventually(lambda: sender.bring(id, a, file.raw[a:b]).status_code == 409)
+            assert sender.bring(id, a, file.raw[a:b]).status_code == 409
             assert sender.http.delete(f"/reload/parts/{id}").is_success
             assert b" 409 " in line.recv(1 << 16).partition(b"\r\n")[0], "nobody waits for more"
         eventually(lambda: sender.begin(file).status_code == 201)
@@ -311,12 +313,12 @@ def test_too_many_at_once(sender: Sender, file: File) -> None:
     most = sender.http.get("/info").json()["limits"]["max_upload_parts"]
     id = sender.begun(file)
     with contextlib.ExitStack() as stack:
-        for item in file.ranges[:most]:
+        for under_way, item in enumerate(file.ranges[:most], 1):
             content = file.raw[item.start : item.end]
-            stack.enter_context(sender.half(id, item.start, content))
+            stack.enter_context(sender.half(id, item.start, content, under_way))
         item = file.ranges[most]
         content = file.raw[item.start : item.end]
-        eventually(lambda: sender.bring(id, item.start, content).status_code == 429)
+        assert sender.bring(id, item.start, content).status_code == 429
 
 
 def test_the_writers_lease(sender: Sender, file: File) -> None:
@@ -373,14 +375,14 @@ def test_the_client_sends_parts_of_large_checkpoints(
     client: RolloutClient, second: Weights, live: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_parts, "_LEAST_BYTES", 1000)
-    monkeypatch.setattr(client_parts.os, "cpu_count", lambda: 4)
-    names, real = [], client_parts.stream_tensors
+    monkeypatch.setattr("shared.parts.os.cpu_count", lambda: 4)
+    names, real = [], stream_tensors
 
     def watched(*arguments: Any) -> Any:
         names.append(threading.current_thread().name)
         return real(*arguments)
 
-    monkeypatch.setattr(client_parts, "stream_tensors", watched)
+    monkeypatch.setattr("shared.parts.stream_tensors", watched)
     before = client.info().version
     result = client.reload(lazy(second.tensors))
     assert (result.version, result.digest) == (before + 1, second.digest)

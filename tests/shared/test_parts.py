@@ -23,7 +23,7 @@ from shared.parts import Parts, are_worth_it
 from shared.protocol import ServerInfo
 from shared.weights import LazyTensor, TensorSpec, stream_checkpoint
 
-INFO = {
+INFO: dict[str, Any] = {
     "protocol": 1, "model": "m", "tokenizer": "t", "vocab_size": 5, "dtype": "bfloat16",
     "policy": "default", "version": 3, "digest": "d",
 }  # fmt: skip
@@ -45,7 +45,7 @@ def info(most: int | None = 8) -> ServerInfo:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of ten bytes are worth it, and there are processors for four."""
     monkeypatch.setattr(parts, "_LEAST_BYTES", 10)
-    monkeypatch.setattr(parts.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("shared.parts.os.cpu_count", lambda: 4)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,9 @@ def test_what_arrives_is_the_file_and_its_digest(reload: Reload, sizes: tuple[in
     server, tensors = Server(), tensors_of(*sizes)
     assert reload(server, tensors).version == 4
     file = b"".join(bytes(piece) for piece in stream_checkpoint(tensors))
-    assert server.head + b"".join(server.bodies[start] for start in sorted(server.bodies)) == (
-        file[:-32]
+    assert (
+        server.head + b"".join(server.bodies[start] for start in sorted(server.bodies))
+        == (file[:-32])
     )
     assert server.digest == file[-32:].decode()
     assert len(server.bodies) > 1

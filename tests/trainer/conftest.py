@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3 import modeling_qwen3
 
 from shared.protocol import Group, Rollout, Sample, Span
 from trainer.config import Config, RewardConfig
@@ -16,6 +17,15 @@ from trainer.config_file import parse_config
 from trainer.prompts import Task
 from trainer.rewards import Outcome, open_reward
 from trainer.tiny_policy import build_model, build_tokenizer
+
+
+@pytest.fixture(autouse=torch.cuda.is_available())
+def liger_undone() -> Iterator[None]:
+    """Liger replaces functions and classes of the module, which models made later would use."""
+    before = dict(vars(modeling_qwen3))
+    yield
+    for name, value in before.items():
+        setattr(modeling_qwen3, name, value)
 
 
 def _sample(

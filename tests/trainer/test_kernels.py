@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3 import modeling_qwen3
 
 from tests.trainer.models import build, gradients
 from trainer.config import ModelConfig
@@ -19,15 +18,6 @@ from trainer.errors import ConfigError
 from trainer.kernels import checkpoint_layers, choose_liger, compile_layers, use_liger
 from trainer.packing import use_packing
 from trainer.policy import load_policy, token_logprobs
-
-
-@pytest.fixture
-def liger_undone() -> Iterator[None]:
-    """Liger replaces functions and classes of the module, which models made later would use."""
-    before = dict(vars(modeling_qwen3))
-    yield
-    for name, value in before.items():
-        setattr(modeling_qwen3, name, value)
 
 
 @pytest.fixture
@@ -59,7 +49,6 @@ def test_an_architecture_that_liger_does_not_know(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_gpu
-@pytest.mark.usefixtures("liger_undone")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 def test_values_and_gradients_are_the_same(
     tiny_model: Path, dtype: torch.dtype, tolerance: float

@@ -17,7 +17,7 @@ from rollout_server.auth import Authenticator
 from rollout_server.settings import settings_from_args
 from shared.client import RolloutClient
 from tests.rollout_server.support import Weights, base_weights, lazy
-from trainer.cli import parse_arguments
+from trainer.arguments import parse_arguments
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 ADDRESS = "http://localhost:8300"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rollout_server.settings import ServerSettings, settings_from_args
-from trainer.cli import parse_arguments
+from trainer.arguments import parse_arguments
 
 DOCKER = Path(__file__).parents[2] / "docker"
 MANIFESTS = sorted((DOCKER / "kubernetes").glob("*.yaml"))

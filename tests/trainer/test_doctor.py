@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
 from shared.protocol import Rollout, Sample
 from tests.conftest import free_port
+from tests.trainer.directories import with_another_template
 from tests.trainer.fake_servers import FakeServer, fake_servers
 from trainer import findings
 from trainer.batch import collate
@@ -113,11 +112,7 @@ def test_a_server_that_is_not_there(config_of: Callable[..., Config]) -> None:
 def test_another_tokenizer(
     config_of: Callable[..., Config], untrained_model: Path, fake: FakeServer, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(untrained_model, copy)
-    tokenizer = AutoTokenizer.from_pretrained(copy)
-    tokenizer.chat_template += " "
-    tokenizer.save_pretrained(copy)
+    copy = with_another_template(untrained_model, tmp_path / "copy")
     with RolloutClient(fake.url) as client:
         before = client.info()
         found = found_by(config_of(model={"path": str(copy)}))

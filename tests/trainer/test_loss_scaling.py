@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from tests.trainer import scaled_steps
+from tests.trainer.directories import save
 from tests.trainer.fake_servers import fake_servers
 from tests.trainer.processes import PATIENCE_S, TORCHRUN
 from tests.trainer.sharded_steps import Work, samples_of
-from trainer.checkpoint import RunState, save_checkpoint
 from trainer.config import Config
 from trainer.config_file import to_toml
 from trainer.curve import read_records
@@ -179,19 +179,6 @@ def test_other_precisions_have_no_scale(config_of: ConfigOf, dtype: str) -> None
 def test_float16_without_masters_is_refused(config_of: ConfigOf) -> None:
     with pytest.raises(ConfigError, match="'float16' needs master_weights"):
         config_of({"master_weights": False})
-
-
-def save(root: Path, learner: Learner) -> Path:
-    return save_checkpoint(
-        root,
-        RunState(1),
-        model=learner.model,
-        tokenizer=learner.tokenizer,
-        optimizer=learner.optimizer,
-        scheduler=learner.scheduler,
-        scaler=learner.scaler,
-        keep=1,
-    )
 
 
 def test_a_run_goes_on_with_its_scale(config_of: ConfigOf, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.protocol import Sample
+from tests.trainer.directories import save
 from tests.trainer.models import build
 from tests.trainer.sharded_steps import Work, samples_of
-from trainer.checkpoint import RunState, save_checkpoint
 from trainer.config import Config
 from trainer.findings import WARNING, find_rounding
 from trainer.learner import Learner, build_learner
@@ -175,19 +175,6 @@ def test_what_is_published_is_what_the_optimizer_has(config_of: ConfigOf) -> Non
             assert torch.equal(found[name], master_of(parameter).to(dtype).flatten())
         same = [torch.equal(found[n], p.to(dtype).flatten()) for n, p in own.items()]
         assert all(same) is (dtype == torch.bfloat16)
-
-
-def save(root: Path, learner: Learner) -> Path:
-    return save_checkpoint(
-        root,
-        RunState(1),
-        model=learner.model,
-        tokenizer=learner.tokenizer,
-        optimizer=learner.optimizer,
-        scheduler=learner.scheduler,
-        scaler=learner.scaler,
-        keep=1,
-    )
 
 
 def test_a_checkpoint_holds_the_masters_as_a_float32_model(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from shared.client import RolloutClient
 from shared.delta_sender import DeltaBase
 from shared.errors import Conflict
 from tests.rollout_server.support import samples_run
+from tests.trainer.directories import with_another_template
 from trainer.checkpoint import latest_checkpoint, read_state
 from trainer.config import Config
 from trainer.curve import read_records
@@ -191,11 +190,7 @@ def test_a_reward_that_never_works_ends_the_run(run_config: RunConfig, tmp_path:
 def test_another_chat_template_is_refused(
     run_config: RunConfig, untrained_model: Path, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(untrained_model, copy)
-    tokenizer = AutoTokenizer.from_pretrained(copy)
-    tokenizer.chat_template += " "
-    tokenizer.save_pretrained(copy)
+    copy = with_another_template(untrained_model, tmp_path / "copy")
     with pytest.raises(MismatchError, match="the server's tokenizer"):
         run(run_config(model={"path": str(copy)}))
 

@@ -12,7 +12,7 @@ from shared.lesson import truncated_share
 from shared.protocol import Rollout, Sample
 from trainer.ledger import Fate, StepLedger
 from trainer.rewards import Outcome, Score
-from trainer.update import Update
+from trainer.tally import Update
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepMetrics:
         length, trained_length: mean completion length in tokens, of all samples and of those that
             are trained; NaN when there are none. Where they part, training prefers a length.
         updates, loss, kl_sampler, kl_reference, ratio, clipped, gradient_norm, learning_rate: see
-            :class:`trainer.update.Update`.
+            :class:`trainer.tally.Update`.
         sampled_version: the lowest in the rollout, as its server counts.
         staleness: steps between the oldest policy in the rollout and the one trained.
         version: of the policy that the (first current) server has after the step.
@@ -41,7 +41,7 @@ class StepMetrics:
         sampler_idle_seconds: of the step, how long a server had nothing to sample for this run.
         masked: share of trained tokens that the mismatch correction left without a gradient.
         masked_by_length: the same by the length of their sample, such as ``65-128``.
-        skipped_updates, loss_scale: what float16 costs, see :class:`trainer.update.Update`; 0 and
+        skipped_updates, loss_scale: what float16 costs, see :class:`trainer.tally.Update`; 0 and
             NaN in other precisions.
     """
 

@@ -24,7 +24,8 @@ from trainer.config import Config
 from trainer.config_file import load_config
 from trainer.errors import DataError
 from trainer.learner import build_learner
-from trainer.update import Update, learn, training_set
+from trainer.tally import Update
+from trainer.update import learn, training_set
 
 COMPARED = ("loss", "gradient_norm", "kl_sampler", "ratio")
 TOLERANCE = 1e-3

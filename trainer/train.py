@@ -31,7 +31,8 @@ from trainer.ranks import ALONE, Ranks
 from trainer.rewards import refuse_no_verdict, score_rollout
 from trainer.run import Run, how_to_resume, open_run
 from trainer.stopping import stop_on_signals
-from trainer.update import Update, learn, training_set
+from trainer.tally import Update
+from trainer.update import learn, training_set
 
 
 def train(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from trainer.advantages import decoupled_advantages, group_advantages
 from trainer.batch import Batch, collate
 from trainer.config import Config
 from trainer.errors import TrainerError
-from trainer.grpo import LossSums, policy_loss, token_weights
+from trainer.grpo import policy_loss, token_weights
 from trainer.kl import kl_to_reference
 from trainer.learner import Learner
 from trainer.ledger import NEVER_SCORED, Fate
@@ -26,48 +25,11 @@ from trainer.objective import Objective
 from trainer.policy import token_logprobs
 from trainer.rewards import Outcome, Score
 from trainer.sharding import clip_gradient
-from trainer.shares import Share, hand_out, over_ranks
+from trainer.shares import Share, hand_out
+from trainer.tally import Tally, Update
 
 _LOWEST_SCALE = 1.0
 """Of the loss. A gradient that overflows float16 without being scaled up will do so again."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What the optimizer did with one rollout; figures are means over its updates.
-
-    Attributes:
-        updates: 0 when nothing was worth training on; every other figure is then NaN or 0.
-        skipped: updates left out because their gradient did not fit into float16. The other figures
-            but the gradient's norm and the learning rate are of these too.
-        loss_scale: that the next loss is multiplied by; NaN when the model computes in another
-            precision than float16.
-        loss_tokens: tokens that bore loss, counted from the batch's mask; 0 without an update.
-        loss: value of the objective.
-        kl_sampler: KL(sampler || policy), nats per token, estimator k3.
-        kl_reference: KL(policy || reference), nats per token; NaN without a reference.
-        ratio: policy / old, mean over tokens; old is the sampler's unless mismatch is corrected.
-        clipped: share of tokens whose ratio was clipped.
-        masked_tokens: of ``loss_tokens``, those that the mismatch correction left without a
-            gradient in one update. They count in the denominator.
-        masked_by_length: their share by the length of their sample, such as ``65-128``.
-        gradient_norm: before clipping.
-        learning_rate: that the last update was made with.
-    """
-
-    updates: int = 0
-    skipped: int = 0
-    loss_scale: float = math.nan
-    loss_tokens: int = 0
-    loss: float = math.nan
-    kl_sampler: float = math.nan
-    kl_reference: float = math.nan
-    ratio: float = math.nan
-    clipped: float = math.nan
-    gradient_norm: float = math.nan
-    learning_rate: float = math.nan
-    masked_tokens: int = 0
-    masked_by_length: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,7 +112,7 @@ def learn_share(learner: Learner, share: Share, config: Config) -> Update:
     parts = [part.to(learner.device) for part in share.micro_batches(ranks, packed=packed)]
     references = [_reference_logprobs(learner, part, config) for part in parts]
     starts = [_logprobs_at_start(learner, part, config) for part in parts]
-    tally = _Tally()
+    tally = Tally()
     for _ in range(config.train.updates_per_rollout):
         for part, reference, start in zip(parts, references, starts, strict=True):
             # Before the forward pass, because both wait for the device.
@@ -253,53 +215,4 @@ def _refuse_hopeless(learner: Learner, norm: Tensor, loss: Tensor) -> None:
     if learner.scaler.get_scale() <= _LOWEST_SCALE:
         raise TrainerError(
             'gradients do not fit into float16 as they are: set model.dtype = "bfloat16"'
-        )
-
-
-class _Tally:
-    """Sums over the micro-batches of all updates of one rollout."""
-
-    def __init__(self) -> None:
-        self.sums: LossSums | None = None
-        self.drift = torch.tensor(0.0)
-        self.passes = 0
-        self.norms: list[float] = []
-        self.learning_rate = math.nan
-
-    @property
-    def loss(self) -> Tensor:
-        """Of all updates so far; this rank's part."""
-        assert self.sums is not None
-        return self.sums.loss
-
-    def add(self, sums: LossSums, drift: Tensor) -> None:
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.drift = self.drift + drift
-
-    def stepped(self, norm: float, learning_rate: float) -> None:
-        """A pass is over. It has made an update if the gradient's norm is finite."""
-        self.passes += 1
-        if math.isfinite(norm):
-            self.norms.append(norm)
-            self.learning_rate = learning_rate
-
-    def summary(self, learner: Learner) -> Update:
-        assert self.sums is not None
-        sums = over_ranks(self.sums, learner.ranks)
-        means, passes, scaler = sums.metrics(), self.passes, learner.scaler
-        made = self.norms
-        return Update(
-            updates=len(made),
-            skipped=passes - len(made),
-            loss_scale=scaler.get_scale() if scaler.is_enabled() else math.nan,
-            loss_tokens=int(means["tokens"]) // passes if made else 0,
-            loss=means["loss"] / passes,
-            kl_sampler=float(learner.ranks.reduced(self.drift)) / max(means["tokens"], 1.0),
-            kl_reference=means["kl"] if learner.objective.beta > 0 else math.nan,
-            ratio=means["ratio"],
-            clipped=means["clipped_low"] + means["clipped_high"],
-            masked_tokens=int(sums.dropped) // passes if made else 0,
-            masked_by_length=sums.dropped_shares(),
-            gradient_norm=sum(made) / len(made) if made else math.nan,
-            learning_rate=self.learning_rate,
         )

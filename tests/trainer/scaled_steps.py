@@ -23,8 +23,9 @@ from trainer.learner import Learner, build_learner
 from trainer.ranks import END, Ranks
 from trainer.sharding import put_together
 from trainer.shares import Share
+from trainer.tally import Update
 from trainer.torchrun import ranks_of
-from trainer.update import TrainingSet, Update, learn, learn_share
+from trainer.update import TrainingSet, learn, learn_share
 
 FACTORS = (1.0, 1e6, 1.0, 1.0)
 """Of the advantage of one sample, which one rank has."""

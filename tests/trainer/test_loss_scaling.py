@@ -29,8 +29,9 @@ from trainer.errors import ConfigError, TrainerError
 from trainer.learner import Learner, build_learner
 from trainer.reconcile import read_ledgers, table
 from trainer.replay import replay
+from trainer.tally import Update
 from trainer.train import train
-from trainer.update import TrainingSet, Update, learn
+from trainer.update import TrainingSet, learn
 
 FIRST = 2.0**16
 """The scale that torch begins with."""

@@ -55,7 +55,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> int:
     """Print the table of each checkpoint that was named, or of what is served."""
     from trainer.config_file import load_config
     from trainer.errors import ConfigError
-    from trainer.exam import examine, examine_checkpoints
+    from trainer.exam import examine
+    from trainer.exam_checkpoints import examine_checkpoints
     from trainer.prompts import held_out_tasks
     from trainer.rewards import open_reward
     from trainer.run import connect

@@ -18,14 +18,13 @@ from tests.trainer.fake_servers import MORE_THAN_A_CLIENT_TRIES, FakeServer, fak
 from trainer.config import Config, LoraConfig
 from trainer.errors import CheckpointError
 from trainer.exam import (
-    checkpoint_path,
     estimates,
     examine,
-    examine_checkpoints,
     form_judge,
     judge,
     strict_judge,
 )
+from trainer.exam_checkpoints import checkpoint_path, examine_checkpoints
 from trainer.lora import ADAPTER, add_lora
 from trainer.policy import load_policy
 from trainer.prompts import Task, held_out_tasks

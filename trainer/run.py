@@ -151,22 +151,11 @@ def open_run(
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks.tell_all(BEGIN, checkpoint=str(checkpoint) if checkpoint else None)
     learner = build_learner(config, checkpoint, ranks)
-    output.mkdir(parents=True, exist_ok=True)
-    replace_text(output / "config.toml", to_toml(config))
-    (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
     resumed_step = began.step if checkpoint else -1
-    forget_later_batches(output / "batches", resumed_step)
+    _write_beginning(output, config, learner, resumed_step)
     with ExitStack() as stack:
         stack.enter_context(reward)
-        trackers = stack.enter_context(open_trackers(config, resumed_step))
-        log = ProgressLog(
-            output,
-            config.train.steps,
-            resumed_step=resumed_step,
-            console=console,
-            trackers=trackers,
-        )
-        stack.enter_context(log)
+        log = stack.enter_context(_progress_log(output, config, resumed_step, console))
         _announce(log, config, learner, began)
         servers = stack.enter_context(_servers(config, learner, began, log.say))
         if reason := servers.awaited():
@@ -192,6 +181,31 @@ def open_run(
             began=began,
             resumed=checkpoint is not None,
         )
+
+
+def _write_beginning(output: Path, config: Config, learner: Learner, resumed_step: int) -> None:
+    """What says how the run was begun, or goes on; batches of steps that come again are dropped."""
+    output.mkdir(parents=True, exist_ok=True)
+    replace_text(output / "config.toml", to_toml(config))
+    (output / "objective.txt").write_text(learner.objective.formula() + "\n", encoding="utf-8")
+    forget_later_batches(output / "batches", resumed_step)
+
+
+@contextmanager
+def _progress_log(
+    output: Path, config: Config, resumed_step: int, console: Console | None
+) -> Iterator[ProgressLog]:
+    with (
+        open_trackers(config, resumed_step) as trackers,
+        ProgressLog(
+            output,
+            config.train.steps,
+            resumed_step=resumed_step,
+            console=console,
+            trackers=trackers,
+        ) as log,
+    ):
+        yield log
 
 
 @contextmanager

@@ -66,6 +66,9 @@ class ServerSettings(BaseSettings):
     eager: bool | None = _setting(
         None, "Engine", "No compilation or CUDA graphs; on by default on CPU only."
     )
+    attention: Literal["auto", "FLASH_ATTN", "TRITON_ATTN"] = _setting(
+        "auto", "Engine", "vLLM's attention kernels; by itself vLLM chooses them."
+    )
     quick_steps: bool = _setting(
         True, "Engine", "Book what a step of the engine did in fewer operations than vLLM does."
     )

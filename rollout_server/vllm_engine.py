@@ -228,6 +228,7 @@ def _engine_args(settings: ServerSettings, worker_extension: str) -> Any:
         enable_prefix_caching=False if settings.deterministic else None,
         tensor_parallel_size=settings.tensor_parallel,
         enforce_eager=eager,
+        attention_backend=None if settings.attention == "auto" else settings.attention,
         compilation_config=_graphs(most),
         enable_sleep_mode=settings.sleep_mode and not on_cpu,
         weight_transfer_config=_weight_transfer(settings),

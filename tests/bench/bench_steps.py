@@ -1,7 +1,7 @@
 """What a step of the engine costs: wall time, the host's functions, the GPU's kernels.
 
     python -m tests.bench.bench_steps [--dims tiny|0.6b|4b] [--sequences 1024] [--steps 40]
-        [--prompt-tokens 128] [--no-quick-steps] [--top 25]
+        [--prompt-tokens 128] [--no-quick-steps] [--attention TRITON_ATTN] [--top 25]
 
 The server's engine in this process, with everything of the worker plugin, and so many samples going
 on that none begins or ends meanwhile. Prints JSON lines: `step` has milliseconds by the clock, of
@@ -46,6 +46,7 @@ def make_engine(model: Path, sequences: int, asked: argparse.Namespace) -> Any:
         load_format="dummy",
         memory_share=0.85,
         kv_cache_gib=asked.kv_gib,
+        attention=asked.attention,
     )
     arguments = _engine_args(settings, VLLMEngine.worker_extension)
     arguments.disable_log_stats = True
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--kv-gib", type=float, default=1.0)
     parser.add_argument("--quick-steps", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--attention", default="auto", help="vLLM's kernels for it")
     parser.add_argument("--top", type=int, default=25)
     asked = parser.parse_args()
     os.environ |= {

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rollout_server.__main__ import main
 from rollout_server.settings import ServerSettings, settings_from_args
+from rollout_server.vllm_engine import VLLMEngine, _engine_args
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,7 @@ def test_two_files_do_not_mix(file: Path) -> None:
         (["--no-sleep-mode"], "sleep_mode", False),
         (["--sleep-mode"], "sleep_mode", True),
         (["--eager"], "eager", True),
+        (["--attention", "TRITON_ATTN"], "attention", "TRITON_ATTN"),
         (["--no-eager"], "eager", False),
         ([], "eager", None),
         (["--kv-cache-gib", "0.5"], "kv_cache_gib", 0.5),
@@ -72,6 +74,15 @@ def test_two_files_do_not_mix(file: Path) -> None:
 )
 def test_flags_become_typed_values(flags: list[str], name: str, value: object) -> None:
     assert getattr(settings_from_args(["--model", "x", *flags]), name) == value
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [("auto", None), ("FLASH_ATTN", "FLASH_ATTN"), ("TRITON_ATTN", "TRITON_ATTN")],
+)
+def test_the_engine_is_told_of_attention_kernels(chosen: str, told: str | None) -> None:
+    settings = ServerSettings.model_validate({"model": "x", "attention": chosen})
+    assert _engine_args(settings, VLLMEngine.worker_extension).attention_backend == told
 
 
 def test_directories_may_be_repeated_and_are_resolved(
@@ -103,6 +114,7 @@ def test_settings_do_not_change() -> None:
         (["--model", "x", "--port", "0"], "--port"),
         (["--model", "x", "--port", "http"], "--port"),
         (["--model", "x", "--dtype", "int8"], "--dtype"),
+        (["--model", "x", "--attention", "fast"], "--attention"),
         (["--model", "x", "--memory-share", "1.5"], "--memory-share"),
         (["--model", "x", "--memory-share", "nan"], "--memory-share"),
         (["--model", "x", "--max-model-len", "1"], "--max-model-len"),

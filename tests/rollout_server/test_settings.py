@@ -80,8 +80,10 @@ def test_flags_become_typed_values(flags: list[str], name: str, value: object) -
     ("chosen", "told"),
     [("auto", None), ("FLASH_ATTN", "FLASH_ATTN"), ("TRITON_ATTN", "TRITON_ATTN")],
 )
-def test_the_engine_is_told_of_attention_kernels(chosen: str, told: str | None) -> None:
-    settings = ServerSettings.model_validate({"model": "x", "attention": chosen})
+def test_the_engine_is_told_of_attention_kernels(
+    tiny_model: Path, chosen: str, told: str | None
+) -> None:
+    settings = ServerSettings.model_validate({"model": tiny_model.as_posix(), "attention": chosen})
     assert _engine_args(settings, VLLMEngine.worker_extension).attention_backend == told
 
 

@@ -118,7 +118,7 @@ class PartedUpload:
         finally:
             run.close()
             self._runs.discard(pouring)
-            if not self._runs:
+            if not self._runs and not self._all_here.done():
                 self._rest()
         return sum(item.spec.nbytes for item in self._file.missing)
 

@@ -204,6 +204,22 @@ def test_a_part_that_breaks_off_can_be_sent_again(
     assert sender.end(id, first.digest).json()["digest"] == first.digest
 
 
+def test_parts_of_a_version_that_survives_a_restart(
+    start: Start, tmp_path: Path, first: Weights, file: File
+) -> None:
+    with start(spool_dir=tmp_path / "spool") as sender:  # its files are written, not mapped
+        id = sender.begun(file)
+        with ThreadPoolExecutor() as pool:
+            for answer in pool.map(
+                lambda cut: sender.bring(id, cut[0], file.raw[slice(*cut)]), file.cuts(2)
+            ):
+                assert answer.is_success
+        assert sender.end(id, first.digest).is_success
+    with start(spool_dir=tmp_path / "spool") as sender:
+        info = sender.http.get("/info").json()
+        assert (info["version"], info["digest"]) == (1, first.digest)
+
+
 def test_what_comes_last_counts(sender: Sender, first: Weights, file: File) -> None:
     id, damaged = sender.begun(file), bytearray(file.raw)
     item = file.ranges[1]

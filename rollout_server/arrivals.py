@@ -137,7 +137,6 @@ class CheckpointArrival:
         return digest.decode()
 
     def close(self) -> None:
-        self._run = None  # which has a view of the file's memory
         if self._file is not None:
             self._file.close()
 

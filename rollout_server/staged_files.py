@@ -150,46 +150,41 @@ class MappedFile:
     Args:
         mapping: of it.
         size: that it will have.
+
+    Attributes:
+        mapping: see above.
+        content: of the file; empty once it is closed, so that no part keeps the memory.
     """
 
     def __init__(self, mapping: _Mapping, size: int) -> None:
-        self._mapping, self._content = mapping, mapping.begin(size)
+        self.mapping, self.content = mapping, mapping.begin(size)
 
     def part(self, start: int, end: int) -> FilePart:
-        return _MappedPart(self._mapping, self._content[:end], start)
+        return _MappedPart(self, start, end)
 
     def end(self, size: int) -> None:
-        self._mapping.end(size)
+        self.mapping.end(size)
 
     def close(self) -> None:
-        self._content = memoryview(b"")
+        self.content = memoryview(b"")
 
 
 class _MappedPart:
-    """A part of a file in memory.
-
-    Args:
-        mapping: of the file.
-        content: of the file, up to the part's end.
-        start: of the part.
-    """
-
-    def __init__(self, mapping: _Mapping, content: memoryview, start: int) -> None:
-        self._mapping, self._content, self._position = mapping, content, start
-        self._ready = max(start, mapping.ready)
+    def __init__(self, file: MappedFile, start: int, end: int) -> None:
+        self._file, self._position, self._end = file, start, end
+        self._ready = max(start, file.mapping.ready)
 
     def room(self, most: int) -> memoryview:
-        last = len(self._content)
-        end = min(self._position + min(most, ROOM_BYTES), last)
+        end = min(self._position + min(most, ROOM_BYTES), self._end)
         if end > self._ready:
-            ready = min(max(end, self._ready + _STEP_BYTES), last)
-            self._mapping.make_ready(self._ready, ready)
+            ready = min(max(end, self._ready + _STEP_BYTES), self._end)
+            self._file.mapping.make_ready(self._ready, ready)
             self._ready = ready
-        return self._content[self._position : end]
+        return self._file.content[self._position : end]
 
     def filled(self, count: int) -> memoryview:
         start, self._position = self._position, self._position + count
-        return self._content[start : self._position]
+        return self._file.content[start : self._position]
 
 
 class MappedFiles:

@@ -159,7 +159,6 @@ def test_a_file_in_memory_stays_mapped_until_it_has_gone(memory: Path) -> None:
             part.room(len(piece))[:] = piece
             assert part.filled(len(piece)) == piece
         file.end(size)
-        del parts, part
         file.close()
         inodes.append((folder / "a.safetensors").stat().st_ino)
         record = record_now(version, f"{version:032}", BASE, "me")
